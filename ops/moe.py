@@ -1,0 +1,86 @@
+"""Routing and experts of the mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .linear import float_linear
+from .registry import operator
+from .w8a8 import quantize_per_token, w8a8_matmul
+
+
+@operator
+def route(logits: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """Experts of every token: logits [T, E] float32, bias [E] or [T, E] float32.
+
+    score = sqrt(softplus(logit)); the ``topk`` experts with the largest score + bias are chosen
+    (ties: smallest index); their scores without bias, normalised to sum 1 and times ``scaling``, are
+    the weights. Returns weights [T, topk] float32, ids [T, topk] int32. Source: spec section 3.8.
+    """
+    scores = F.softplus(logits.float()).sqrt()
+    ids = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :topk]
+    weights = scores.gather(1, ids)
+    return weights / (weights.sum(1, keepdim=True) + 1e-20) * scaling, ids.int()
+
+
+@operator
+def swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit) * weights``: gate_up [T, 2 I], weights
+    [T, 1] float32 -> [T, I] in gate_up's dtype, in float32 with one rounding. Source: spec section 3.8."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    inner = F.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+    return (inner if weights is None else inner * weights).to(gate_up.dtype)
+
+
+def _hit_experts(ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
+    """(expert, positions in ids.flatten()) for every expert that some token chose; -1 is skipped."""
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten() + 1, minlength=experts + 1).tolist()
+    groups = order.split(counts)[1:]
+    return [(expert, group) for expert, group in enumerate(groups) if len(group)]
+
+
+@operator
+def moe_float(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, limit: float) -> Tensor:
+    """Sum of the chosen experts, unquantised.
+
+    x: [T, H]; w13: [E, 2 I, H], gate rows then up rows; w2: [E, H, I]; weights: [T, k] float32;
+    ids: [T, k] int64 into the local experts, -1 for an expert held elsewhere; limit: SwiGLU clamp.
+    Returns [T, H] in x's dtype, summed over experts in float32. Source: spec section 3.8.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    flat_weights = weights.flatten()[:, None]
+    for expert, group in _hit_experts(ids, len(w13)):
+        token = group // ids.shape[1]
+        inner = swiglu(float_linear(x[token], w13[expert]), limit, flat_weights[group])
+        total.index_add_(0, token, float_linear(inner, w2[expert]).float())
+    return total.to(x.dtype)
+
+
+@operator
+def moe_w8a8(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    limit: float,
+) -> Tensor:
+    """As ``moe_float`` with INT8 weights and activations quantised per token in front of both products.
+
+    w13 [E, 2 I, H], w2 [E, H, I] int8; w13_scale [E, 2 I, 1], w2_scale [E, H, 1] float32.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    codes, scale = quantize_per_token(x)  # once, not once per expert
+    flat_weights = weights.flatten()[:, None]
+    for expert, group in _hit_experts(ids, len(w13)):
+        token = group // ids.shape[1]
+        gate_up = w8a8_matmul(codes[token], scale[token], w13[expert], w13_scale[expert], x.dtype)
+        inner = swiglu(gate_up, limit, flat_weights[group])
+        y = w8a8_matmul(*quantize_per_token(inner), w2[expert], w2_scale[expert], x.dtype)
+        total.index_add_(0, token, y.float())
+    return total.to(x.dtype)

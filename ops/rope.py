@@ -1,0 +1,57 @@
+"""Rotary position embedding on the last dimensions, neighbouring pairs rotated together."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .registry import operator
+
+
+def rope_table(
+    dim: int,
+    positions: int,
+    theta: float,
+    factor: float = 1.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    original_positions: int = 0,
+) -> Tensor:
+    """cos and sin of every position: [positions, dim] float32, cosines in the first half.
+
+    ``factor`` other than 1 applies YaRN (no length test, no magnitude scale). Source: spec
+    section 3.3; YaRN: arXiv 2309.00071 section 3.2.
+    """
+    k = torch.arange(dim // 2, dtype=torch.float32)
+    frequency = theta ** -(2 * k / dim)
+    if factor != 1.0:
+
+        def dimension(turns: float) -> float:
+            return dim * math.log(original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = max(math.floor(dimension(beta_fast)), 0), min(math.ceil(dimension(beta_slow)), dim - 1)
+        ramp = ((k - low) / max(high - low, 1e-3)).clamp(0, 1)
+        frequency = frequency / factor * ramp + frequency * (1 - ramp)
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+@operator
+def apply_rope(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
+    """Rotate the last ``cos_sin.shape[1]`` values of each vector.
+
+    x: [T, d] or [T, heads, d]; cos_sin: [T, rope_dim] float32, the rows of ``rope_table`` at the
+    tokens' positions; inverse: rotate back. Returns x's shape and dtype. Source: spec section 3.3
+    (GPT-J pairs (2i, 2i + 1), last dimensions).
+    """
+    dim = cos_sin.shape[1]
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    if inverse:
+        sin = -sin
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    even, odd = x[..., -dim:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-dim], turned.to(x.dtype)), dim=-1)

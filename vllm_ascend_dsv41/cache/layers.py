@@ -1,0 +1,112 @@
+"""The caches that layers own, as vLLM's key-value cache manager sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..upstream import (
+    AttentionLayerBase,
+    CircularBufferSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    get_current_vllm_config,
+)
+from .metadata import CompressedBackend, OpenGroupBackend, WindowBackend, _Backend
+
+OPEN_GROUP_ROWS = 8  # ring capacity: more than one ratio-2 group and the tokens of a speculative step
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenGroupSpec(CircularBufferSpec):  # type: ignore[misc, valid-type]
+    """A ring of one block per request, with a block-table row as wide as vLLM's kernels index it.
+
+    vLLM computes token slots for every group and looks at column ``position / block_size``; with
+    upstream's width of 1 that reads beyond the row.
+    """
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        del vllm_config
+        return -(-max_len // self.block_size)
+
+
+class PagedCache(nn.Module, AttentionLayerBase):  # type: ignore[misc, valid-type]
+    """One cache of one layer: ``kv_cache`` is [blocks, rows per block, width], strided over the blocks."""
+
+    backend: type[_Backend]
+
+    def __init__(self, prefix: str, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.prefix, self.width, self.dtype = prefix, width, dtype
+        self.kv_cache = torch.empty(0)
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        if prefix in layers:
+            raise ValueError(f"two caches are named {prefix}")
+        layers[prefix] = self
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """vLLM hands over [blocks, 1, rows, width]."""
+        self.kv_cache = kv_cache.squeeze(1)
+
+    def get_attn_backend(self) -> type[_Backend]:
+        """The backend whose builder addresses this cache."""
+        return self.backend
+
+
+class WindowCache(PagedCache):
+    """Rows of the last ``window`` tokens."""
+
+    backend = WindowBackend
+
+    def __init__(self, prefix: str, width: int, dtype: torch.dtype, window: int) -> None:
+        super().__init__(prefix, width, dtype)
+        self.window = window
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """One row per token; blocks that slid out of the window are freed."""
+        return SlidingWindowMLASpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.width,
+            dtype=self.dtype,
+            sliding_window=self.window,
+        )
+
+
+class CompressedCache(PagedCache):
+    """Rows of ``ratio`` tokens each, kept for the whole sequence: compressed rows or index keys."""
+
+    backend = CompressedBackend
+
+    def __init__(self, prefix: str, width: int, dtype: torch.dtype, ratio: int) -> None:
+        super().__init__(prefix, width, dtype)
+        self.ratio = ratio
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """One row per ``ratio`` tokens."""
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.width,
+            dtype=self.dtype,
+            tokens_per_state=self.ratio,
+        )
+
+
+class OpenGroupCache(PagedCache):
+    """Compressor inputs of the last tokens, in float32: a request's own, never shared by prefix."""
+
+    backend = OpenGroupBackend
+
+    def __init__(self, prefix: str, width: int) -> None:
+        super().__init__(prefix, width, torch.float32)
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """One ring per request."""
+        del vllm_config
+        return OpenGroupSpec(
+            block_size=OPEN_GROUP_ROWS, num_kv_heads=1, head_size=self.width, head_size_v=0, dtype=self.dtype
+        )

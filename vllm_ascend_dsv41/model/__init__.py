@@ -1,0 +1,1 @@
+"""The vLLM model: written once, for every device."""

@@ -1,0 +1,126 @@
+"""Attention over the sliding window and the selected compressed rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import CompressedCache, WindowCache
+from ..layer_plan import LayerPlan
+from ..ops import apply_rope, grouped_linear, scatter_rows, sparse_attention
+from ..upstream import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from .compressor import Compressor
+from .indexer import Indexer
+from .parameters import Norm, copy_into, empty
+from .step import Step
+
+
+class TensorParallelError(ValueError):
+    """A tensor-parallel size that does not divide what must be divided."""
+
+
+class Attention(nn.Module):
+    """Multi-query attention, keys equal to values; heads and output groups are split among ranks.
+
+    ``sources``: the compressors of earlier KV sources by layer; this layer adds its own.
+    Source: spec section 3.3.
+    """
+
+    def __init__(
+        self, config: Any, plan: LayerPlan, sources: dict[int, Compressor], dtype: torch.dtype, quant_config: Any, prefix: str
+    ) -> None:
+        super().__init__()
+        ranks = get_tensor_model_parallel_world_size()
+        if config.o_groups % ranks or config.num_attention_heads % ranks:
+            raise TensorParallelError(
+                f"--tensor-parallel-size {ranks} must divide o_groups = {config.o_groups} and "
+                f"num_attention_heads = {config.num_attention_heads}"
+            )
+        self.heads, self.groups = config.num_attention_heads // ranks, config.o_groups // ranks
+        self.head_dim, self.window_size = config.head_dim, config.sliding_window
+        self.q_rank, self.low_rank = config.q_lora_rank, config.o_lora_rank
+        self.scale = config.head_dim**-0.5
+        self.compressed = plan.ratio > 0
+
+        def linear(kind: Any, rows: int, columns: int, name: str) -> Any:
+            return kind(rows, columns, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}", return_bias=False)
+
+        width = config.num_attention_heads * config.head_dim
+        self.wqa_wkv = MergedColumnParallelLinear(
+            config.hidden_size,
+            [config.q_lora_rank, config.head_dim],
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.wqa_wkv",
+            return_bias=False,
+            disable_tp=True,
+        )
+        self.q_norm = Norm(config.q_lora_rank, config.rms_norm_eps)
+        self.kv_norm = Norm(config.head_dim, config.rms_norm_eps)
+        self.wq_b = linear(ColumnParallelLinear, config.q_lora_rank, width, "wq_b")
+        self.wo_a = linear(
+            ColumnParallelLinear, width // config.o_groups, config.o_groups * config.o_lora_rank, "wo_a"
+        )
+        self.wo_b = linear(RowParallelLinear, config.o_groups * config.o_lora_rank, config.hidden_size, "wo_b")
+        self.attn_sink = empty(self.heads)
+        self.attn_sink.weight_loader = self._load_sink  # type: ignore[attr-defined]
+
+        self.window = WindowCache(f"{prefix}.window", config.head_dim, dtype, config.sliding_window)
+        self.compressor = Compressor(config, plan, dtype, f"{prefix}.compressor") if plan.is_kv_source else None
+        if self.compressor is not None:
+            sources[plan.index] = self.compressor
+        self._rows: list[CompressedCache] = []  # in a list: the rows belong to their source's module
+        self.indexer = None
+        if plan.kv_source is not None:
+            source = sources[plan.kv_source]
+            self._rows.append(source.rows)
+            if plan.is_index_source:
+                self.indexer = Indexer(config, plan, source.keys, dtype, quant_config, f"{prefix}.indexer")
+
+    def _load_sink(self, parameter: Tensor, value: Tensor) -> None:
+        first = get_tensor_model_parallel_rank() * self.heads
+        copy_into(parameter, value[first : first + self.heads])
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        """x [T, D] -> [T, D]. All rows of the step are written before any is read: a request may hit
+        blocks that another one fills in the same step."""
+        qr, kv = self.wqa_wkv(x).split([self.q_rank, self.head_dim], dim=-1)
+        qr, kv = self.q_norm(qr), self.kv_norm(kv)
+        rope = step.rope(self.compressed)
+        q = apply_rope(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), rope)
+        kv = apply_rope(kv, rope)
+        if self.compressor is not None:
+            self.compressor(x, step)
+        if self.indexer is not None:
+            self.indexer(x, qr, step)
+        mixed = q if step.metadata is None else self._attend(q, kv, step, step.metadata)
+        groups = apply_rope(mixed, rope, inverse=True).flatten(1).unflatten(1, (self.groups, -1))
+        low = grouped_linear(groups, self.wo_a.weight.unflatten(0, (self.groups, self.low_rank)))
+        return self.wo_b(low)
+
+    def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
+        own = metadata[self.window.prefix]
+        scatter_rows(self.window.kv_cache, kv, own.slots)
+        compressed: tuple[Any, ...] = ()
+        if self._rows:
+            rows = self._rows[0]
+            compressed = (rows.kv_cache, metadata[rows.prefix].block_table, step.selected)
+        return sparse_attention(
+            q,
+            own.request,
+            own.positions,
+            self.window.kv_cache,
+            own.block_table,
+            self.window_size,
+            self.attn_sink,
+            self.scale,
+            *compressed,
+        )

@@ -1,0 +1,65 @@
+"""One trunk layer: Engram, attention and experts between hyper-connections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layer_plan import LayerPlan
+from ..ops import hc_coefficients, hc_collapse, hc_expand
+from .attention import Attention
+from .compressor import Compressor
+from .engram import Engram
+from .moe import MoE
+from .parameters import Norm, empty
+from .step import Step
+
+
+class HyperConnection(nn.Module):
+    """The coefficients of one sublayer (spec section 3.1)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hc = config.hc_mult
+        mix = (2 + hc) * hc
+        self.fn, self.base, self.scale = empty(mix, hc * config.hidden_size), empty(mix), empty(3)
+        self.iterations, self.eps, self.norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """streams [T, hc, D] -> pre, post [T, hc], comb [T, hc, hc]."""
+        return hc_coefficients(streams, self.fn, self.scale, self.base, self.iterations, self.eps, self.norm_eps)
+
+
+class Layer(nn.Module):
+    """Each sublayer's input is collapsed with the coefficients of the sublayer before it."""
+
+    def __init__(
+        self,
+        config: Any,
+        plan: LayerPlan,
+        sources: dict[int, Compressor],
+        engram: Engram | None,
+        dtype: torch.dtype,
+        quant_config: Any,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.engram = engram
+        self.attn_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.ffn_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
+        self.attn = Attention(config, plan, sources, dtype, quant_config, f"{prefix}.attn")
+        self.ffn = MoE(config, plan, dtype, quant_config, f"{prefix}.ffn")
+
+    def forward(self, streams: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """streams [T, hc, D], pre [T, hc] -> the same after this layer."""
+        if self.engram is not None:
+            streams = self.engram(streams, step)
+        next_pre, post, comb = self.hc_attn(streams)
+        y = self.attn(self.attn_norm(hc_collapse(streams, pre)), step)
+        streams, pre = hc_expand(y, streams, post, comb), next_pre
+        next_pre, post, comb = self.hc_ffn(streams)
+        y = self.ffn(self.ffn_norm(hc_collapse(streams, pre)), step.dead)
+        return hc_expand(y, streams, post, comb), next_pre

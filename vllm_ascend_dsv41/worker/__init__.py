@@ -1,0 +1,1 @@
+"""Workers and model runners (vLLM's V1) for each device."""

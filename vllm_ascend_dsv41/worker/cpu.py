@@ -1,0 +1,48 @@
+"""vLLM's V1 worker and model runner on CPU, with the token ids that Engram looks back at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..upstream import CPUModelRunner, CPUWorker
+
+
+class CpuModelRunner(CPUModelRunner):  # type: ignore[misc]
+    """Hands the model the ids before each request's first scheduled token, wherever the prompt was split."""
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """As upstream, then the lookback buffer, which upstream's CPU runner does not make."""
+        super().load_model(load_dummy_weights)
+        depth = getattr(self.model, "token_lookback_depth", 0)
+        if depth:
+            self.lookback_token_ids = self._make_buffer(self.max_num_reqs, depth, dtype=torch.int32)
+
+    def _prepare_lookback_token_ids(self, num_reqs: int) -> torch.Tensor:
+        """[max requests, depth] int32, newest first, -1 before the text. Generated ids are included: without
+        asynchronous scheduling, which the CPU platform turns off, the runner knows them all."""
+        buffer = self.lookback_token_ids
+        buffer.np.fill(-1)
+        if num_reqs:
+            batch = self.input_batch
+            position = batch.num_computed_tokens_cpu[:num_reqs, None] - np.arange(1, buffer.np.shape[1] + 1)
+            ids = batch.token_ids_cpu[np.arange(num_reqs)[:, None], position.clip(0)]
+            buffer.np[:num_reqs] = np.where(position >= 0, ids, -1)
+        return buffer.copy_to_gpu()
+
+
+class CpuWorker(CPUWorker):  # type: ignore[misc]
+    """Builds our runner. Upstream's ``init_device`` names its runner class, so it is replaced after the fact."""
+
+    def init_device(self) -> Any:
+        """Initialise as upstream does, with our runner."""
+        from vllm.v1.worker import cpu_worker
+
+        upstream = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = CpuModelRunner
+        try:
+            return super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = upstream

@@ -187,7 +187,9 @@ def _ascend_weights(directory: Path, config: dict[str, Any]) -> Weights:
     """What a conversion's own description says its linears are; checks that it labels every tensor."""
     path = directory / DESCRIPTION
     if not path.is_file():
-        raise CheckpointError(f"{directory}: {DESCRIPTION} is missing; convert the official weights with dsv41 quantize")
+        raise CheckpointError(
+            f"{directory}: {DESCRIPTION} is missing; convert the official weights with dsv41 quantize"
+        )
     description = _read_json(path)
     if not isinstance(description, dict):
         raise CheckpointError(f"{path}: expected an object with one label per tensor")

@@ -1,1 +1,1 @@
-""""""
+"""Running a server: start, demo, self test."""

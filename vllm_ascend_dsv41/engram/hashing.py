@@ -53,9 +53,7 @@ class NgramHash(nn.Module):
                 f"engram_compressed_vocab_size = {config['engram_compressed_vocab_size']}; "
                 "use the tokenizer that belongs to the checkpoint"
             )
-        primes = hash_primes(
-            len(layers), self.orders - 1, config["engram_n_heads"], config["engram_vocab_size"]
-        )
+        primes = hash_primes(len(layers), self.orders - 1, config["engram_n_heads"], config["engram_vocab_size"])
         rows = primes.flatten(1).sum(1).tolist()
         if rows != list(config["engram_num_embeddings"]):
             raise EngramConfigError(

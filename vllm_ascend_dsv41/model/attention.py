@@ -35,7 +35,13 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: Any, plan: LayerPlan, sources: dict[int, Compressor], dtype: torch.dtype, quant_config: Any, prefix: str
+        self,
+        config: Any,
+        plan: LayerPlan,
+        sources: dict[int, Compressor],
+        dtype: torch.dtype,
+        quant_config: Any,
+        prefix: str,
     ) -> None:
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
@@ -51,7 +57,9 @@ class Attention(nn.Module):
         self.compressed = plan.ratio > 0
 
         def linear(kind: Any, rows: int, columns: int, name: str) -> Any:
-            return kind(rows, columns, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}", return_bias=False)
+            return kind(
+                rows, columns, bias=False, quant_config=quant_config, prefix=f"{prefix}.{name}", return_bias=False
+            )
 
         width = config.num_attention_heads * config.head_dim
         self.wqa_wkv = MergedColumnParallelLinear(
@@ -66,9 +74,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(config.q_lora_rank, config.rms_norm_eps)
         self.kv_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.wq_b = linear(ColumnParallelLinear, config.q_lora_rank, width, "wq_b")
-        self.wo_a = linear(
-            ColumnParallelLinear, width // config.o_groups, config.o_groups * config.o_lora_rank, "wo_a"
-        )
+        self.wo_a = linear(ColumnParallelLinear, width // config.o_groups, config.o_groups * config.o_lora_rank, "wo_a")
         self.wo_b = linear(RowParallelLinear, config.o_groups * config.o_lora_rank, config.hidden_size, "wo_b")
         self.attn_sink = empty(self.heads)
         self.attn_sink.weight_loader = self._load_sink  # type: ignore[attr-defined]

@@ -37,7 +37,13 @@ class _MoE(FusedMoEMethodBase):  # type: ignore[misc]
         self._add(layer, "w2_weight", (num_experts, hidden_size, inner), dtype, extra)
 
     def _add(
-        self, layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, extra: dict[str, Any], **more: Any
+        self,
+        layer: nn.Module,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        extra: dict[str, Any],
+        **more: Any,
     ) -> None:
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         layer.register_parameter(name, parameter)
@@ -85,9 +91,7 @@ class W8A8DynamicMoE(_MoE):
         **extra: Any,
     ) -> None:
         """Register the parameters."""
-        super().create_weights(
-            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra
-        )
+        super().create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra)
         shapes = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
         for name, rows in shapes.items():
             shape = (num_experts, rows, 1)

@@ -10,9 +10,11 @@ from pathlib import Path
 from .sizes import PRESETS, Sizes
 from .write import write_checkpoint
 
+
 def parse_args(argv: list[str] | None = None) -> tuple[Sizes, Path | None]:
     parser = argparse.ArgumentParser(
-        description="Write a tiny random DeepSeek-V4.1 checkpoint in the official layout.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Write a tiny random DeepSeek-V4.1 checkpoint in the official layout.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="a", help="starting point for all sizes")
     parser.add_argument("--out", type=Path, help="directory to write")

@@ -8,6 +8,7 @@ from typing import Any
 from .sizes import BLOCK, Sizes, engram_primes
 from .tokenizer import BOS, EOS, IMAGE_PLACEHOLDER, NOISE_TOKEN, PAD
 
+
 def hf_config(s: Sizes, token_id: Callable[[str], int], compressed: int) -> dict[str, Any]:
     """The Hugging Face ``config.json``."""
     text = {
@@ -115,14 +116,39 @@ def flat_config(config: dict[str, Any]) -> dict[str, Any]:
     """The flat ``inference/config.json``: the same numbers under the names of the official code."""
     t, v = config["text_config"], config["vision_config"]
     rope = t["rope_scaling"]
-    same = (
-        "vocab_size n_routed_experts n_shared_experts q_lora_rank head_dim o_groups o_lora_rank swiglu_limit "
-        "rope_theta compress_rope_theta compress_ratios index_n_heads index_head_dim index_topk "
-        "candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters hc_eps engram_layer_ids "
-        "engram_num_embeddings engram_max_ngram_size engram_vocab_size engram_n_heads engram_head_dim "
-        "engram_compressed_vocab_size dspark_block_size dspark_noise_token_id dspark_target_layer_ids "
-        "dspark_markov_rank dspark_n_routed_experts"
-    ).split()
+    same = [
+        "vocab_size",
+        "n_routed_experts",
+        "n_shared_experts",
+        "q_lora_rank",
+        "head_dim",
+        "o_groups",
+        "o_lora_rank",
+        "swiglu_limit",
+        "rope_theta",
+        "compress_rope_theta",
+        "compress_ratios",
+        "index_n_heads",
+        "index_head_dim",
+        "index_topk",
+        "candidate_topk_blocks",
+        "candidate_block_size",
+        "hc_mult",
+        "hc_sinkhorn_iters",
+        "hc_eps",
+        "engram_layer_ids",
+        "engram_num_embeddings",
+        "engram_max_ngram_size",
+        "engram_vocab_size",
+        "engram_n_heads",
+        "engram_head_dim",
+        "engram_compressed_vocab_size",
+        "dspark_block_size",
+        "dspark_noise_token_id",
+        "dspark_target_layer_ids",
+        "dspark_markov_rank",
+        "dspark_n_routed_experts",
+    ]
     renamed = {
         "dim": "hidden_size",
         "moe_inter_dim": "moe_intermediate_size",

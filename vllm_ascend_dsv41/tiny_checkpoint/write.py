@@ -13,6 +13,7 @@ from .sizes import Sizes
 from .tensors import Builder
 from .tokenizer import build_tokenizer, compressed_vocab_size
 
+
 def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

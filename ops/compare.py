@@ -1,0 +1,82 @@
+"""Comparing an implementation with the reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .examples import Example, examples
+from .registry import REFERENCE, Operator, operators
+
+# Relative to the largest magnitude of a row: float32 sums in another order; two BF16 roundings.
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One implementation on one example. ``error``: largest deviation relative to its row's largest value."""
+
+    operator: str
+    implementation: str
+    title: str
+    dtype: torch.dtype
+    absolute: float
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Within the bound; NaN is not."""
+        return self.error <= self.bound
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, tuple) else []
+
+
+def _run(function: Any, example: Example) -> list[Tensor]:
+    args = copy.deepcopy(example.args)
+    result = function(*args, **example.kwargs)
+    return [args[example.mutated]] if example.mutated is not None else _tensors(result)
+
+
+def _deviation(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return torch.inf, torch.inf
+    if not wanted.numel():
+        return 0.0, 0.0
+    difference = (found.double() - wanted.double()).abs()
+    size = wanted.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) if wanted.dim() else wanted.double().abs()
+    return float(difference.max()), float((difference / size).max())
+
+
+def _bound(operator: Operator[..., Any], result: Tensor, dtype: torch.dtype) -> float:
+    if not result.is_floating_point():
+        return 1.0 / 127 if operator.name == "quantize_per_token" else 0.0  # a tie may round either way
+    return BOUND[dtype]
+
+
+def compare(seed: int = 0, device: str = "cpu") -> Iterator[Comparison]:
+    """Every implementation of every operator on every example, in float32 and BF16."""
+    declared = {op.name: op for op in operators()}
+    for dtype in (torch.float32, torch.bfloat16):
+        for example in examples(seed, device, dtype):
+            op = declared[example.operator]
+            wanted = _run(op.implementations[REFERENCE], example)
+            for name, function in op.implementations.items():
+                if name not in (REFERENCE, device.partition(":")[0]):
+                    continue
+                found = _run(function, example)
+                absolute, error, bound = 0.0, 0.0, 0.0
+                for one, other in zip(found, wanted, strict=True):
+                    step = _deviation(one, other)
+                    absolute, error = max(absolute, step[0]), max(error, step[1])
+                    bound = max(bound, _bound(op, other, dtype))
+                yield Comparison(op.name, name, example.title, dtype, absolute, error, bound)

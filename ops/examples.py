@@ -1,0 +1,194 @@
+"""Seeded inputs for every operator: what ``dsv41 selftest`` and the tests compare implementations on.
+
+Sizes are small but awkward: no powers of two where none is needed, several requests, padding,
+unused cache rows filled with NaN (blocks are handed on uncleared).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rope
+
+
+@dataclass
+class Example:
+    """Arguments of one call. ``mutated``: the argument that the call writes to, compared afterwards."""
+
+    operator: str
+    title: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    mutated: int | None = None
+
+
+class _Maker:
+    def __init__(self, seed: int, device: str, dtype: torch.dtype) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device, self.dtype = device, dtype
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randn(*shape, generator=self.generator, dtype=torch.float32) * scale
+        return values.to(dtype or self.dtype).to(self.device)
+
+    def f32(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return self.normal(*shape, scale=scale, dtype=torch.float32)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator).to(dtype).to(self.device)
+
+    def int8(self, *shape: int) -> Tensor:
+        return self.integers(-127, 128, *shape, dtype=torch.int8)
+
+    # ---- a batch of three requests in paged caches ----------------------------------------------
+
+    per_block, blocks, lengths, chunks = 8, 24, (37, 5, 90), (3, 5, 1)
+
+    def request(self) -> Tensor:
+        return torch.arange(3).repeat_interleave(torch.tensor(self.chunks)).to(self.device)
+
+    def positions(self) -> Tensor:
+        spans = [torch.arange(n - c, n) for n, c in zip(self.lengths, self.chunks, strict=True)]
+        return torch.cat(spans).to(self.device)
+
+    def block_table(self) -> Tensor:
+        order = torch.randperm(self.blocks - 1, generator=self.generator) + 1
+        table = torch.zeros(3, 12, dtype=torch.int32)
+        used = 0
+        for r, length in enumerate(self.lengths):
+            count = -(-length // self.per_block)
+            table[r, :count] = order[used : used + count].int()
+            used += count
+        return table.to(self.device)
+
+    def cache(self, table: Tensor, width: int, lengths: tuple[int, ...]) -> Tensor:
+        """[blocks, per_block, width], strided over blocks like vLLM's packed caches, NaN where unused."""
+        storage = torch.full((self.blocks, self.per_block * width + 24), torch.nan, dtype=self.dtype)
+        cache = storage[:, : self.per_block * width].unflatten(1, (self.per_block, width))
+        for r, length in enumerate(lengths):
+            index = torch.arange(length)
+            block = table[r].cpu()[index // self.per_block].long()
+            cache[block, index % self.per_block] = self.normal(length, width).cpu()
+        return cache.to(self.device)
+
+
+def _elementary(m: _Maker) -> Iterator[Example]:
+    yield Example("rms_norm", "ordinary", (m.normal(7, 96), m.f32(96), 1e-20))
+    yield Example("rms_norm", "activations near 1e-8", (m.normal(7, 96, scale=1e-8), m.f32(96), 1e-20))
+    yield Example("rms_norm", "no tokens", (m.normal(0, 96), m.f32(96), 1e-20))
+    table = rope.rope_table(16, 70000, 160000.0, 16.0, 32, 1, 4096).to(m.device)
+    cos_sin = table[torch.tensor([0, 1, 63, 4096, 69999], device=m.device)]
+    for inverse in (False, True):
+        yield Example("apply_rope", f"heads, inverse={inverse}", (m.normal(5, 3, 40), cos_sin, inverse))
+        yield Example("apply_rope", f"rows, inverse={inverse}", (m.normal(5, 40), cos_sin, inverse))
+    yield Example("float_linear", "one row", (m.normal(1, 64), m.normal(48, 64, scale=0.1)))
+    yield Example("float_linear", "rows to float32", (m.normal(33, 64), m.normal(48, 64, scale=0.1), torch.float32))
+    yield Example("float_linear", "float32 weight", (m.normal(9, 64), m.f32(48, 64, scale=0.1), torch.float32))
+    yield Example("grouped_linear", "block-diagonal", (m.normal(9, 4, 64), m.normal(4, 24, 64, scale=0.1)))
+    x = m.normal(9, 64)
+    x[3] = 0
+    yield Example("quantize_per_token", "with a row of zeros", (x,))
+    scale = m.f32(9, 1).abs()
+    weights = m.int8(48, 640), m.f32(48, 1).abs() * 1e-3
+    yield Example("w8a8_matmul", "ordinary", (m.int8(9, 640), scale, *weights, m.dtype))
+    extreme = torch.full((2, 640), 127, dtype=torch.int8, device=m.device)
+    yield Example("w8a8_matmul", "largest sums", (extreme, scale[:2], extreme, scale[:2], m.dtype))
+
+
+def _hyper_connections(m: _Maker) -> Iterator[Example]:
+    streams = m.normal(7, 4, 96)
+    fn, base, scale = m.f32(24, 384, scale=0.1), m.f32(24), m.f32(3, scale=0.3)
+    yield Example("hc_coefficients", "20 iterations", (streams, fn, scale, base, 20, 1e-6, 1e-20))
+    yield Example("hc_coefficients", "tiny streams", (streams * 1e-8, fn, scale, base, 20, 1e-6, 1e-20))
+    pre, comb = m.f32(7, 4).sigmoid(), m.f32(7, 4, 4).softmax(-1)
+    yield Example("hc_collapse", "ordinary", (streams, pre))
+    yield Example("hc_expand", "ordinary", (m.normal(7, 96), streams, 2 * pre, comb))
+
+
+def _experts(m: _Maker) -> Iterator[Example]:
+    logits, bias = m.f32(33, 16, scale=8.0), m.f32(16, scale=0.2)
+    yield Example("route", "one bias", (logits, bias, 4, 1.5))
+    yield Example("route", "a bias per token", (logits, m.f32(33, 16, scale=0.2), 4, 1.5))
+    yield Example("route", "ties go to the smallest index", (torch.zeros_like(logits), torch.zeros_like(bias), 4, 1.5))
+    yield Example("swiglu", "beyond the limit", (m.normal(9, 48, scale=20.0), 10.0))
+    x, weights = m.normal(11, 32), m.f32(11, 4).abs()
+    ids = m.integers(-1, 6, 11, 4)
+    yield Example(
+        "moe_float",
+        "experts elsewhere, clamped",
+        (x, m.normal(6, 48, 32, scale=4.0), m.normal(6, 32, 24), weights, ids, 10.0),
+    )
+    stacks = (m.int8(6, 48, 32), m.f32(6, 48, 1).abs() * 0.02, m.int8(6, 32, 24), m.f32(6, 32, 1).abs() * 0.01)
+    yield Example("moe_w8a8", "experts elsewhere, clamped", (x, *stacks, weights, ids, 10.0))
+
+
+def _caches(m: _Maker) -> Iterator[Example]:
+    table = m.block_table()
+    cache = m.cache(table, 20, m.lengths)
+    slots = torch.tensor([[9, -1, 16], [-1, 8, 40]], device=m.device)
+    flat = torch.nan_to_num(cache)
+    yield Example("gather_rows", "with padding", (flat, slots))
+    yield Example("scatter_rows", "with padding", (flat.clone(), m.normal(4, 20), slots.flatten()[:4]), mutated=0)
+    yield Example("pool_pairs", "ordinary", (m.f32(7, 48), m.f32(7, 48)))
+
+
+def _attention(m: _Maker) -> Iterator[Example]:
+    request, positions = m.request(), m.positions()
+    tokens, heads, width, ratio = len(request), 3, 40, 2
+    window_table, row_table, key_table = m.block_table(), m.block_table(), m.block_table()
+    row_lengths = tuple(length // ratio for length in m.lengths)
+    window, rows = m.cache(window_table, width, m.lengths), m.cache(row_table, width, row_lengths)
+    keys = m.cache(key_table, 24, row_lengths)
+    visible = (positions + 1) // ratio
+    q, weights = m.normal(tokens, heads, 24), m.f32(tokens, heads)
+    index = (q, weights, keys, key_table, request, visible)
+    yield Example("select_rows", "one stage", (*index, 6))
+    yield Example("select_rows", "all rows fit", (*index, 64))
+    yield Example("select_rows", "publishing candidates", (*index, 6, 4, 3))
+    candidates = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=m.device).repeat(tokens, 1)
+    yield Example("select_rows", "among candidates", (*index, 6, 4, 0, candidates))
+    selected = torch.full((tokens, 9), -1, dtype=torch.int32, device=m.device)
+    for t, count in enumerate(visible.tolist()):
+        chosen = torch.randperm(count, generator=m.generator)[:7].sort().values
+        selected[t, : len(chosen)] = chosen.int()
+    query, sink = m.normal(tokens, heads, width), m.f32(heads)
+    own = (query, request, positions, window, window_table, 12, sink, width**-0.5)
+    yield Example("sparse_attention", "window only", own)
+    yield Example("sparse_attention", "window and selected rows", (*own, rows, row_table, selected))
+
+
+def _engram(m: _Maker) -> Iterator[Example]:
+    ngrams = m.integers(0, 300, 13, 4)
+    ngrams[2, 1] = ngrams[5, 0] = ngrams[6, 2:] = -1
+    multipliers = m.integers(2**40, 2**46, 2, 4) * 2 + 1
+    primes = torch.tensor([[[331, 337], [347, 349], [353, 359]]] * 2, device=m.device)
+    flat = primes.flatten(1)
+    yield Example("hash_ngrams", "with dead tokens", (ngrams, multipliers, primes, flat.cumsum(1) - flat, 2))
+    ids = m.integers(-3, 60, 13, 6)
+    scale = torch.exp2(m.integers(-9, 2, 50, 2).float())
+    yield Example("engram_lookup", "INT8, ids outside the shard", (m.int8(50, 64), scale, ids, m.dtype))
+    yield Example("engram_lookup", "float", (m.normal(50, 64), None, ids, m.dtype))
+    dead = torch.arange(13, device=m.device) == 4
+    arguments = (m.normal(13, 4, 96), m.normal(13, 5 * 96), m.f32(4, 96), dead, 1e-20)
+    yield Example("engram_inject", "with a dead token", arguments)
+
+
+_FAMILIES: tuple[Callable[[_Maker], Iterator[Example]], ...] = (
+    _elementary,
+    _hyper_connections,
+    _experts,
+    _caches,
+    _attention,
+    _engram,
+)
+
+
+def examples(seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Iterator[Example]:
+    """Inputs for every operator, on ``device``, activations in ``dtype``."""
+    for number, family in enumerate(_FAMILIES):
+        yield from family(_Maker(seed * len(_FAMILIES) + number, device, dtype))

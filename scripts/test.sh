@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The tests. Arguments go to pytest: scripts/test.sh -m long runs the long ones.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+environment
+cd "$root"
+echo "tests: $venv/bin/python -m pytest $*"
+exec "$venv/bin/python" -m pytest "$@"

@@ -47,7 +47,7 @@ def _gather_rows_cpu(cache: Tensor, slots: Tensor) -> Tensor:
     safe = flat.clamp_min(0)
     out = cache[safe // per_block, safe % per_block]
     out[flat < 0] = 0
-    return out.unflatten(0, slots.shape)
+    return out.view(*slots.shape, cache.shape[2])
 
 
 def paged_slots(block_table: Tensor, request: Tensor, index: Tensor, per_block: int) -> Tensor:

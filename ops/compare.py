@@ -54,7 +54,9 @@ def _deviation(found: Tensor, wanted: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     difference = (found.double() - wanted.double()).abs()
     size = wanted.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) if wanted.dim() else wanted.double().abs()
-    return float(difference.max()), float((difference / size).max())
+    # NaN where the reference has none is the largest deviation there is; max() below would drop it
+    absolute, relative = (float(x.nan_to_num(torch.inf, torch.inf).max()) for x in (difference, difference / size))
+    return absolute, relative
 
 
 def _bound(operator: Operator[..., Any], result: Tensor, dtype: torch.dtype) -> float:

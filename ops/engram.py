@@ -40,7 +40,7 @@ def engram_lookup(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch
         group = table.shape[1] // scale.shape[1]
         rows = (rows.unflatten(1, (-1, group)) * scale.index_select(0, safe)[..., None]).flatten(1)
     rows = rows.masked_fill_(~inside.flatten()[:, None], 0.0)
-    return rows.to(dtype).unflatten(0, ids.shape)
+    return rows.to(dtype).view(*ids.shape, table.shape[1])
 
 
 @operator

@@ -74,7 +74,8 @@ class _Maker:
             index = torch.arange(length)
             block = table[r].cpu()[index // self.per_block].long()
             cache[block, index % self.per_block] = self.normal(length, width).cpu()
-        return cache.to(self.device)
+        placed: Tensor = cache.to(self.device)
+        return placed
 
 
 def _elementary(m: _Maker) -> Iterator[Example]:

@@ -25,7 +25,8 @@ def rope_table(
     section 3.3; YaRN: arXiv 2309.00071 section 3.2.
     """
     k = torch.arange(dim // 2, dtype=torch.float32)
-    frequency = theta ** -(2 * k / dim)
+    # in float32 and in this order, as trained: other roundings are off by 6e-4 at position 65,536
+    frequency = 1.0 / theta ** (2 * k / dim)
     if factor != 1.0:
 
         def dimension(turns: float) -> float:

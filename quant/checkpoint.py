@@ -212,7 +212,7 @@ def _ascend_weights(directory: Path, config: dict[str, Any]) -> Weights:
 
 def description_labels(config: dict[str, Any], weights: Weights) -> dict[str, str]:
     """One label per tensor key of the Ascend layout (spec section 5.2)."""
-    labels = {}
+    labels: dict[str, str] = {}
     for spec in inventory(config):
         label = "W8A8_DYNAMIC" if weights is Weights.W8A8 and spec.quantized else "FLOAT"
         labels.update((stored.key, label) for stored in spec.ascend(weights))

@@ -223,7 +223,7 @@ def _write_descriptions(
     identity = partial / ROTATION
     identity.parent.mkdir()
     with SafetensorsWriter(identity, [Stored("global_rotation", "F32", (hidden, hidden))]) as writer:
-        writer.append("global_rotation", torch.eye(hidden))
+        writer.append("global_rotation", torch.eye(hidden, dtype=torch.float32))
     kind = "W8A8_DYNAMIC" if weights is Weights.W8A8 else "FLOAT"
     description = {
         "version": "1.0.0",

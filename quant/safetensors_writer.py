@@ -45,7 +45,7 @@ class SafetensorsWriter:
         size = data.numel() * data.element_size()
         if key != stored.key or data.dtype != DTYPES[stored.dtype] or size > left:
             raise ValueError(f"{self._path}: {key} {data.dtype} with {size} bytes, expected {left} bytes of {stored}")
-        self._file.write(memoryview(data.view(torch.uint8).flatten().numpy()))
+        self._file.write(data.view(torch.uint8).flatten().numpy().data)
         self._remaining[0] = (stored, left - size)
         if left == size:
             del self._remaining[0]

@@ -19,4 +19,4 @@ echo "lint: mypy --strict on ops, quant, layer_plan, reference"
 "$venv/bin/mypy" --config-file "$root/pyproject.toml" --strict -p vllm_ascend_dsv41.ops -p vllm_ascend_dsv41.quant \
     -p vllm_ascend_dsv41.reference -m vllm_ascend_dsv41.layer_plan
 echo "lint: import-linter"
-PYTHONPATH=$copy "$venv/bin/lint-imports" --config "$root/pyproject.toml"
+PYTHONPATH=$copy "$venv/bin/lint-imports" --no-cache "$root/pyproject.toml"

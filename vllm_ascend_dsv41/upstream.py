@@ -19,6 +19,7 @@ NAMES = {
     # platform and worker
     "CpuPlatform": "vllm.platforms.cpu",
     "CPUWorker": "vllm.v1.worker.cpu_worker",
+    "cpu_worker": "vllm.v1.worker",
     "CPUModelRunner": "vllm.v1.worker.cpu_model_runner",
     "CpuCommunicator": "vllm.distributed.device_communicators.cpu_communicator",
     "ModelRegistry": "vllm",
@@ -85,7 +86,8 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(module), name)
+        found = import_module(module)
+        return getattr(found, name) if hasattr(found, name) else import_module(f"{module}.{name}")
     except (AttributeError, ModuleNotFoundError) as error:
         raise ImportError(
             f"{vllm_version()} has no {module}.{name}; this package is written for vLLM 0.30.0 ({error})"

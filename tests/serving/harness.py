@@ -47,6 +47,9 @@ class Engine:
             "max_num_batched_tokens": 2048,
             "seed": 0,
             "disable_log_stats": True,
+            # keep every cached block of a window: by default only those at the end of a prompt are kept, and a
+            # prompt that shares less than that finds nothing
+            "prefix_cache_retention_interval": None,
         }
         self.llm = LLM(model=model, **{**defaults, **options})
         self.core = self.llm.llm_engine
@@ -87,6 +90,10 @@ class Engine:
         options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
         self.core.add_request(name, {"prompt_token_ids": list(prompt)}, SamplingParams(**options))
         return name
+
+    def budget(self, tokens: int) -> None:
+        """How many tokens the scheduler may put into a step from now on."""
+        self.inner.scheduler.max_num_scheduled_tokens = tokens
 
     def step(self) -> None:
         """One scheduler step."""

@@ -60,12 +60,13 @@ class Backbone(nn.Module):
                 engram = Engram(config, layer.engram, primes, int8, dtype, quant_config, f"{name}.engram")
             layers.append(Layer(config, layer, sources, engram, dtype, quant_config, name))
         self.layers = nn.ModuleList(layers)
+        self.window_prefix = layers[0].attn.window.prefix
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def _engram_rows(self, input_ids: Tensor, metadata: dict[str, Any], lookback: Tensor) -> Tensor | None:
         if self.hash is None:
             return None
-        own = metadata[self.layers[0].attn.window.prefix]
+        own = metadata[self.window_prefix]
         return self.hash(input_ids, own.request, own.query_start, lookback)
 
     def forward(

@@ -14,6 +14,9 @@ from ..ops import rope_table
 class RopeTables(nn.Module):
     """cos and sin for window rows (no YaRN) and for layers with compressed rows (YaRN)."""
 
+    window: Tensor
+    compressed: Tensor
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         dim, positions = config.qk_rope_head_dim, config.max_position_embeddings

@@ -40,7 +40,7 @@ class _Linear(LinearMethodBase):  # type: ignore[misc]
 class FloatLinear(_Linear):
     """FLOAT: the model's dtype."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]."""
         y = float_linear(x, layer.weight)
         return y if bias is None else y + bias
@@ -72,7 +72,7 @@ class W8A8DynamicLinear(_Linear):
             ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=extra["weight_loader"]),
         )
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out] in x's dtype."""
         y = w8a8_matmul(*quantize_per_token(x), layer.weight, layer.weight_scale, x.dtype)
         return y if bias is None else y + bias

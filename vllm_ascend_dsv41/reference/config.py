@@ -99,10 +99,11 @@ class Config:
     def from_hf(cls, config: dict[str, Any]) -> Config:
         """From the nested dictionary of ``config.json``. Raises KeyError for a missing number."""
         text, vision = config["text_config"], config.get("vision_config", {"num_hidden_layers": 0})
-        own = {name: text[name] for name in cls.__dataclass_fields__ if name in text}
+        own: dict[str, Any] = {name: text[name] for name in cls.__dataclass_fields__ if name in text}
         scaling = text["rope_scaling"]
+        own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
         return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()},
+            **own,
             window_rope=Rope(text["qk_rope_head_dim"], text["rope_theta"]),
             compressed_rope=Rope(
                 text["qk_rope_head_dim"],

@@ -39,7 +39,7 @@ def token_map(tokenizer: Tokenizer) -> Tensor:
     for token in range(tokenizer.get_vocab_size()):
         text = tokenizer.decode([token], skip_special_tokens=False)
         # U+FFFD: part of a multi-byte character, which has no text of its own
-        key = tokenizer.id_to_token(token) if "\ufffd" in text else (normalizer.normalize_str(text) or text)
+        key = str(tokenizer.id_to_token(token)) if "\ufffd" in text else (normalizer.normalize_str(text) or text)
         ids.append(seen.setdefault(key, len(seen)))
     return torch.tensor(ids)
 

@@ -40,7 +40,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope_frequencies(rope: Rope) -> Tensor:
     """3.3: angle per position [dim / 2]; YaRN blends the slow half towards ``1 / factor``."""
     index = torch.arange(rope.dim // 2, dtype=torch.float32)
-    frequency = rope.theta ** -(2 * index / rope.dim)
+    # in float32 and in this order, as trained: other roundings are off by 6e-4 at position 65,536
+    frequency = 1.0 / rope.theta ** (2 * index / rope.dim)
     if rope.factor == 1.0:
         return frequency
 
@@ -417,7 +418,8 @@ class Engram:
         key, value = kv[:, :-1], kv[:, -1]
         gate = engram.gate(streams, key, self.q_weight, self.k_weight, self.config.rms_norm_eps)
         gate = gate.masked_fill(image[:, None], 0.0)
-        return (streams.float() + gate[..., None] * value.float()[:, None]).to(streams.dtype)
+        added: Tensor = streams.float() + gate[..., None] * value.float()[:, None]
+        return added.to(streams.dtype)
 
     def __call__(self, streams: Tensor, step: Step) -> Tensor:
         rows = engram.hash_rows(step.state.compressed_ids, self.constants, step.engram_pad)[step.positions]

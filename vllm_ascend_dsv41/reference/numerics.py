@@ -69,7 +69,8 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 
 def _groups(x: Tensor, size: int) -> Tensor:
-    return x.float().unflatten(-1, (-1, size))
+    groups: Tensor = x.float().unflatten(-1, (-1, size))
+    return groups
 
 
 def round_mxfp8(x: Tensor, group: int = 32) -> Tensor:

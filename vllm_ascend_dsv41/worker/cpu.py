@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..upstream import CPUModelRunner, CPUWorker
+from ..upstream import CPUModelRunner, CPUWorker, cpu_worker
 
 
 class CpuModelRunner(CPUModelRunner):  # type: ignore[misc]
@@ -34,12 +34,10 @@ class CpuModelRunner(CPUModelRunner):  # type: ignore[misc]
 
 
 class CpuWorker(CPUWorker):  # type: ignore[misc]
-    """Builds our runner. Upstream's ``init_device`` names its runner class, so it is replaced after the fact."""
+    """Builds our runner: upstream's ``init_device`` takes the class from its module, where the name is exchanged."""
 
     def init_device(self) -> Any:
         """Initialise as upstream does, with our runner."""
-        from vllm.v1.worker import cpu_worker
-
         upstream = cpu_worker.CPUModelRunner
         cpu_worker.CPUModelRunner = CpuModelRunner
         try:

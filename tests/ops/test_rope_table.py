@@ -1,0 +1,19 @@
+"""The rotary tables that serving uses, on DeepSeek's own numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_ascend_dsv41.ops import rope_table
+
+
+@pytest.mark.parametrize("name", ["released.window", "released.yarn", "window", "yarn"])
+def test_tables(golden, name):
+    u = golden("a", "unit_rope")
+    released = name.startswith("released")
+    positions = u["released.positions" if released else "positions"]
+    dim, original = (64, 65536) if released else (16, 64)
+    yarn = (160000.0, 16.0, 32, 1, original) if name.endswith("yarn") else (10000.0,)
+    rows = rope_table(dim, int(positions.max()) + 1, *yarn)[positions]
+    assert torch.allclose(rows, torch.cat((u[f"{name}.cos"], u[f"{name}.sin"]), dim=-1), atol=1e-5, rtol=0)

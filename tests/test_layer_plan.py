@@ -91,7 +91,9 @@ ILLEGAL = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), ILLEGAL, ids=[f"{i}-{next(iter(c))}" for i, (c, _) in enumerate(ILLEGAL)])
+@pytest.mark.parametrize(
+    ("change", "message"), ILLEGAL, ids=[f"{i}-{next(iter(c))}" for i, (c, _) in enumerate(ILLEGAL)]
+)
 def test_illegal_configs_are_refused(text, change, message):
     config = copy.deepcopy(text) | change
     with pytest.raises(ConfigError, match=message):

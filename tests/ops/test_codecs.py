@@ -24,8 +24,10 @@ def test_decoding_does_not_depend_on_the_default_dtype(default):
     torch.set_default_dtype(default)
     try:
         scale = decode_e8m0(torch.tensor([[3]], dtype=torch.uint8))
-        packed = decode_fp4(torch.tensor([[0x21]] * 1, dtype=torch.uint8).repeat(1, 16).view(torch.int8), torch.tensor(
-            [[127]], dtype=torch.uint8))
+        packed = decode_fp4(
+            torch.tensor([[0x21]] * 1, dtype=torch.uint8).repeat(1, 16).view(torch.int8),
+            torch.tensor([[127]], dtype=torch.uint8),
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     assert scale.dtype is packed.dtype is torch.float32

@@ -121,7 +121,9 @@ def test_missing_scale(damaged):
 
 
 def test_unknown_tensor(damaged):
-    damaged.edit_json(damaged.index.name, lambda i: i["weight_map"].update({"layers.3.attn.wz.weight": "x.safetensors"}))
+    damaged.edit_json(
+        damaged.index.name, lambda i: i["weight_map"].update({"layers.3.attn.wz.weight": "x.safetensors"})
+    )
     assert "tensors that this model does not have: layers.3.attn.wz.weight" in message(damaged.path)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from measures import BF16, FP32, MX, distance, rms
-from reference.replay import Replay, replay, selected
 
+from reference.replay import Replay, replay, selected
 from vllm_ascend_dsv41.reference import Grid
 
 VARIANTS = {

@@ -217,7 +217,8 @@ def test_released_engram_constants():
     """Facts of the released model (spec section 3.9)."""
     fields = Config.__dataclass_fields__
     config = Config(
-        **{name: 0 for name in fields if name not in ("engram_layer_ids",)} | {  # type: ignore[arg-type]
+        **{name: 0 for name in fields if name not in ("engram_layer_ids",)}
+        | {  # type: ignore[arg-type]
             "engram_layer_ids": (1, 14),
             "engram_max_ngram_size": 4,
             "engram_vocab_size": 16_000_000,

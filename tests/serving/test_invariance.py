@@ -9,6 +9,7 @@ from measures import rms
 from vllm_ascend_dsv41.reference import Grid, State
 
 LENGTHS = (1, 2, 3, 17, 127, 128, 129, 250, 300, 511, 600, 40, 64, 5, 90, 333)
+GROWING = (120, 121, 122, 123, 124, 125, 126, 127, 250, 251, 252, 253, 300, 119, 118, 117)  # all need more blocks soon
 EXACT = 1e-5
 GRIDS = {
     "float32": ("bf16", {"dtype": "float32"}, Grid.EXACT, torch.float32, EXACT),
@@ -38,8 +39,15 @@ def check(converted, reference):
     return compare
 
 
-@pytest.mark.parametrize("budget", [16, 64, 77, 2048])
-@pytest.mark.parametrize(("preset", "grid"), [("a", "float32"), ("c", "float32"), ("a", "w8a8")])
+SHORT = [("a", "float32", 16), ("a", "float32", 64), ("a", "float32", 77), ("a", "float32", 2048)]
+SHORT += [("c", "float32", 77), ("a", "w8a8", 64)]
+LONG = [(p, g, b) for p, g in (("c", "float32"), ("a", "w8a8"), ("c", "w8a8")) for b in (16, 64, 77, 2048)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "grid", "budget"),
+    SHORT + [pytest.param(*case, marks=pytest.mark.long) for case in LONG if case not in SHORT],
+)
 def test_token_budgets_and_prefix_hits(engine, prompts, check, preset, grid, budget):
     """Sixteen requests of mixed length at once; again with full prefix hits; then sharing a part."""
     weights, options, *_ = GRIDS[grid]
@@ -81,15 +89,15 @@ def test_concurrency(engine, prompts, check, concurrent):
 @pytest.mark.parametrize("preset", ["a", "c"])
 def test_preemption(engine, prompts, check, preset):
     """A pool too small for everybody: requests lose their blocks and start over."""
-    served = engine(preset, "bf16", max_num_batched_tokens=64, num_gpu_blocks_override=40)
-    results = served.run(prompts(*LENGTHS), 24)
+    served = engine(preset, "bf16", max_num_batched_tokens=64, num_gpu_blocks_override=60)
+    results = served.run(prompts(*GROWING), 24)
     assert max(len(rows) for result in results for rows in result.logits.values()) > 1, "nothing was preempted"
     check(results, preset)
 
 
 def test_preemption_w8a8(engine, prompts, check):
-    served = engine("a", "w8a8", dtype="bfloat16", max_num_batched_tokens=64, num_gpu_blocks_override=40)
-    results = served.run(prompts(*LENGTHS), 16)
+    served = engine("a", "w8a8", dtype="bfloat16", max_num_batched_tokens=64, num_gpu_blocks_override=60)
+    results = served.run(prompts(*GROWING), 16)
     assert max(len(rows) for result in results for rows in result.logits.values()) > 1, "nothing was preempted"
     check(results, grid="w8a8")
 
@@ -111,7 +119,9 @@ def test_abort_in_the_middle(engine, prompts, check):
     assert len(results[0].tokens) < 40
     assert len(results[1].tokens) < 40
     for result in results[:2]:  # what they got before is right, too
-        result.logits = {p: rows for p, rows in result.logits.items() if p < len(result.prompt) + len(result.tokens) - 1}
+        result.logits = {
+            p: rows for p, rows in result.logits.items() if p < len(result.prompt) + len(result.tokens) - 1
+        }
     check([result for result in results if result.logits])
 
 

@@ -6,7 +6,20 @@ from typing import Any
 
 from ..upstream import CpuPlatform as UpstreamCpuPlatform
 
-BLOCK_SIZE = 128
+
+class _NotMla:
+    """A model config that answers no to ``use_mla`` and is the given one in all else."""
+
+    use_mla = False
+
+    def __init__(self, model_config: Any) -> None:
+        self.__dict__["_model_config"] = model_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model_config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model_config, name, value)
 
 
 class UnsupportedOptionError(ValueError):
@@ -26,21 +39,21 @@ class CpuPlatform(UpstreamCpuPlatform):  # type: ignore[misc]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Keep what upstream's rule for other MLA models would change: block size, chunking, prefix caching."""
-        model, cache, scheduler = vllm_config.model_config, vllm_config.cache_config, vllm_config.scheduler_config
+        """As upstream, without its rules for the CPU kernels of other MLA models, which ours does not call:
+        blocks of 16 tokens, no chunked prefill, no prefix caching."""
+        model = vllm_config.model_config
         if model is None or getattr(model.hf_config, "model_type", None) != "deepseek_v41":
             super().check_and_update_config(vllm_config)
             return
         _refuse(vllm_config)
-        block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
-        chunked, budget = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
-        prefix_caching = cache.enable_prefix_caching
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "vllm_ascend_dsv41.worker.cpu.CpuWorker"
-        super().check_and_update_config(vllm_config)
-        cache.block_size, cache.enable_prefix_caching = block_size, prefix_caching
-        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, budget
+        vllm_config.model_config = _NotMla(model)
+        try:
+            super().check_and_update_config(vllm_config)
+        finally:
+            vllm_config.model_config = model
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -60,7 +73,6 @@ def _refuse(vllm_config: Any) -> None:
         ),
         (vllm_config.speculative_config is not None, "--speculative-config: drafting is not part of this version"),
         (vllm_config.lora_config is not None, "--enable-lora: LoRA is not supported with DeepSeek-V4.1"),
-        (parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size: use tensor, data or expert parallelism"),
         (
             getattr(parallel, "decode_context_parallel_size", 1) > 1,
             "--decode-context-parallel-size: use tensor, data or expert parallelism",

@@ -1,0 +1,111 @@
+"""Tensor, expert and data parallelism on gloo: the same answers as one process gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_ascend_dsv41.deploy.server import Server
+from vllm_ascend_dsv41.reference import Grid, State
+
+pytestmark = pytest.mark.long
+
+TOKENS = 12
+# one NUMA node: each rank gets a core of its own; without it vLLM asks for as many nodes as ranks
+CORES = sorted(os.sched_getaffinity(0))
+BIND = {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
+MODES = {
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2-ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
+
+
+def generate(model: Path, options: dict, prompts: list[list[int]]) -> list[dict]:
+    """Tokens and log probabilities from a fresh process."""
+    common = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 8}
+    job = {"model": str(model), "options": {**common, **options}, "prompts": prompts, "tokens": TOKENS}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("generate.py"))],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **BIND},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_in_float32(converted, reference, prompts, mode):
+    """TP=2 and EP=2 give the reference's tokens, which one process gives (test_grids.py)."""
+    directory = converted("a", "bf16")
+    asked, model = prompts(3, 40, 130, 300, seed=21), reference(directory)
+    for prompt, result in zip(asked, generate(directory, {"dtype": "float32", **MODES[mode]}, asked), strict=True):
+        logits = model(torch.tensor((prompt + result["tokens"])[:-1]), State()).logits[len(prompt) - 1 :]
+        assert result["tokens"] == logits.argmax(-1).tolist()
+        best = logits.log_softmax(-1)
+        for step, found in enumerate(result["logprobs"]):
+            for token, value in found.items():
+                assert abs(value - float(best[step, int(token)])) < 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_w8a8(converted, reference, prompts, mode):
+    """The shared expert's second linear (under TP also the routed experts') is split by input columns, and each
+    rank rounds its own part: tokens may differ where the two best logits are that close."""
+    directory = converted("a", "w8a8")
+    asked, model = prompts(3, 40, 130, 300, seed=22), reference(directory, Grid.W8A8, torch.bfloat16)
+    equal = total = 0
+    for prompt, result in zip(asked, generate(directory, {"dtype": "bfloat16", **MODES[mode]}, asked), strict=True):
+        logits = model(torch.tensor((prompt + result["tokens"])[:-1]), State()).logits[len(prompt) - 1 :]
+        served = torch.tensor(result["tokens"])
+        gap = logits.amax(1) - logits.gather(1, served[:, None])[:, 0]
+        assert gap.max() <= 2.0
+        equal += int((logits.argmax(-1) == served).sum())
+        total += len(served)
+    assert equal >= 0.9 * total
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dp2", "dp2-ep2"])
+def test_data_parallel_server(converted, reference, prompts, tmp_path, experts):
+    """Two replicas behind one port; requests of unequal length leave one idle while the other works."""
+    directory = converted("a", "bf16")
+    options = ["--quantization", "ascend", "--tokenizer-mode", "deepseek_v41", "--block-size", "128", "--enforce-eager"]
+    options += ["--dtype", "float32", "--max-num-batched-tokens", "256", "--max-num-seqs", "8"]
+    options += ["--data-parallel-size", "2", "--api-server-count", "1"]
+    options += ["--enable-expert-parallel"] if experts else []
+    asked, model = prompts(3, 40, 130, 300, 17, 64, seed=23), reference(directory)
+    with Server(directory, options, tmp_path / "log", env={"VLLM_CPU_KVCACHE_SPACE": "1"}) as server:
+
+        def complete(prompt: list[int]) -> list[int]:
+            body = {
+                "model": str(directory),
+                "prompt": prompt,
+                "max_tokens": TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            request = urllib.request.Request(
+                f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return json.load(answer)["choices"][0]["token_ids"]
+
+        alone = complete(asked[0])
+        with ThreadPoolExecutor(len(asked)) as pool:
+            served = list(pool.map(complete, asked))
+    assert alone == served[0]
+    for prompt, tokens in zip(asked, served, strict=True):
+        logits = model(torch.tensor((prompt + tokens)[:-1]), State()).logits[len(prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist()

@@ -9,7 +9,7 @@ from .linear import float_linear, grouped_linear
 from .moe import moe_float, moe_w8a8, route, swiglu
 from .norm import rms_norm
 from .registry import Operator, OperatorError, operators, overrides, report
-from .rope import apply_rope, rope_table
+from .rope import apply_rope, rope_cos_sin, rope_frequencies
 from .sparse_attention import sparse_attention
 from .w8a8 import quantize_channels, quantize_engram_rows, quantize_per_token, w8a8_matmul
 
@@ -38,7 +38,8 @@ __all__ = [
     "quantize_per_token",
     "report",
     "rms_norm",
-    "rope_table",
+    "rope_cos_sin",
+    "rope_frequencies",
     "route",
     "scatter_rows",
     "select_rows",

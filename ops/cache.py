@@ -30,8 +30,8 @@ def _scatter_rows_cpu(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
 def gather_rows(cache: Tensor, slots: Tensor) -> Tensor:
     """Rows at ``slots`` (any shape, int64) -> [..., width] in the cache's dtype; -1 gives zeros.
 
-    Blocks are handed on without being cleared, so what a slot of another request holds may be NaN:
-    it is never read, not read and multiplied by zero.
+    Blocks are handed on without being cleared, so a row that is not the request's may hold NaN: zeros
+    are put in its place, it is not multiplied by zero.
     """
     out = torch.zeros(*slots.shape, cache.shape[2], dtype=cache.dtype, device=cache.device)
     valid = slots >= 0

@@ -82,8 +82,8 @@ def _elementary(m: _Maker) -> Iterator[Example]:
     yield Example("rms_norm", "ordinary", (m.normal(7, 96), m.f32(96), 1e-20))
     yield Example("rms_norm", "activations near 1e-8", (m.normal(7, 96, scale=1e-8), m.f32(96), 1e-20))
     yield Example("rms_norm", "no tokens", (m.normal(0, 96), m.f32(96), 1e-20))
-    table = rope.rope_table(16, 70000, 160000.0, 16.0, 32, 1, 4096).to(m.device)
-    cos_sin = table[torch.tensor([0, 1, 63, 4096, 69999], device=m.device)]
+    frequency = rope.rope_frequencies(16, 160000.0, 16.0, 32, 1, 4096).to(m.device)
+    cos_sin = rope.rope_cos_sin(frequency, torch.tensor([0, 1, 63, 4096, 69999], device=m.device))
     for inverse in (False, True):
         yield Example("apply_rope", f"heads, inverse={inverse}", (m.normal(5, 3, 40), cos_sin, inverse))
         yield Example("apply_rope", f"rows, inverse={inverse}", (m.normal(5, 40), cos_sin, inverse))
@@ -97,6 +97,7 @@ def _elementary(m: _Maker) -> Iterator[Example]:
     scale = m.f32(9, 1).abs()
     weights = m.int8(48, 640), m.f32(48, 1).abs() * 1e-3
     yield Example("w8a8_matmul", "ordinary", (m.int8(9, 640), scale, *weights, m.dtype))
+    yield Example("w8a8_matmul", "one row", (m.int8(1, 640), scale[:1], *weights, m.dtype))
     extreme = torch.full((2, 640), 127, dtype=torch.int8, device=m.device)
     yield Example("w8a8_matmul", "largest sums", (extreme, scale[:2], extreme, scale[:2], m.dtype))
 

@@ -73,5 +73,7 @@ def hc_expand(sublayer: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> 
 
 @hc_expand.register("cpu")
 def _hc_expand_cpu(sublayer: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    added = post[..., None] * sublayer.float()[:, None]
-    return torch.baddbmm(added, comb.transpose(1, 2), streams.float()).to(streams.dtype)
+    # the sublayer's output as one more stream: a single batched product
+    inputs = torch.cat((streams, sublayer[:, None]), dim=1).float()
+    weights = torch.cat((comb, post[:, None]), dim=1)
+    return torch.bmm(weights.transpose(1, 2), inputs).to(streams.dtype)

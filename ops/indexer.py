@@ -97,7 +97,9 @@ def _select_rows_cpu(
     for r, length in zip(ids.tolist(), counts.tolist(), strict=True):
         rows = int(visible[start : start + length].max())
         column = torch.arange(rows)
-        needs_scores = rows > topk or (published is not None and rows > publish_blocks * block_size)
+        # few rows: all are selected and all blocks are candidates, whatever their scores
+        blocks_kept = publish_blocks or (topk if candidates is None else candidates.shape[1])
+        needs_scores = rows > topk or rows > blocks_kept * max(block_size, 1)
         if needs_scores:
             matrix = gather_rows(keys, paged_slots(block_table, torch.tensor(r), column, keys.shape[1])).float().T
         step = max(1, SCORE_ELEMENTS // max(1, rows * q.shape[1])) if needs_scores else length
@@ -107,7 +109,7 @@ def _select_rows_cpu(
             if needs_scores:
                 products = (q[part].float().flatten(0, 1) @ matrix).relu_().unflatten(0, (-1, q.shape[1]))
                 scores = torch.bmm(weights[part, None].float(), products).squeeze(1).masked_fill_(~seen, -torch.inf)
-            else:  # everything visible is selected, whatever its score
+            else:
                 scores = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
             if published is not None:
                 blocks = -(-rows // block_size)

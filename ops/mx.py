@@ -26,7 +26,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 def decode_fp8_tiles(weight: Tensor, scale: Tensor) -> Tensor:
     """Dense FP8: weight [out, in] float8_e4m3fn, scale [ceil(out / 32), ceil(in / 32)] E8M0 -> float32."""
     spread = decode_e8m0(scale).repeat_interleave(TILE, 0)[: weight.shape[0]]
-    return weight.float() * spread.repeat_interleave(TILE, 1)[:, : weight.shape[1]]
+    return weight.float().mul_(spread.repeat_interleave(TILE, 1)[:, : weight.shape[1]])
 
 
 def decode_fp8_rows(rows: Tensor, scale: Tensor) -> Tensor:
@@ -38,6 +38,10 @@ def decode_fp4(weight: Tensor, scale: Tensor) -> Tensor:
     """Routed experts: weight [out, in / 2] int8, two codes a byte with the even column in the low
     nibble; scale [out, in / 32] E8M0 -> [out, in] float32."""
     byte = weight.view(torch.uint8)
-    codes = torch.stack((byte & 15, byte >> 4), dim=-1).flatten(-2)
-    table = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=weight.device)
-    return table[codes.long()] * decode_e8m0(scale).repeat_interleave(TILE, 1)
+    value = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.float32, device=weight.device)
+    every = torch.arange(256, device=weight.device)
+    pairs = torch.stack((value[every & 15], value[every >> 4]), dim=1)
+    # one look-up per byte: the two float32 values of a byte are moved as one 64-bit word
+    words = pairs.view(torch.int64).squeeze(1).index_select(0, byte.flatten().int())
+    values = words.view(torch.float32).view(weight.shape[0], -1, TILE)
+    return values.mul_(decode_e8m0(scale)[..., None]).flatten(1)

@@ -10,16 +10,15 @@ from torch import Tensor
 from .registry import operator
 
 
-def rope_table(
+def rope_frequencies(
     dim: int,
-    positions: int,
     theta: float,
     factor: float = 1.0,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     original_positions: int = 0,
 ) -> Tensor:
-    """cos and sin of every position: [positions, dim] float32, cosines in the first half.
+    """Angle per position of every pair: [dim / 2] float32.
 
     ``factor`` other than 1 applies YaRN (no length test, no magnitude scale). Source: spec
     section 3.3; YaRN: arXiv 2309.00071 section 3.2.
@@ -35,7 +34,15 @@ def rope_table(
         low, high = max(math.floor(dimension(beta_fast)), 0), min(math.ceil(dimension(beta_slow)), dim - 1)
         ramp = ((k - low) / max(high - low, 1e-3)).clamp(0, 1)
         frequency = frequency / factor * ramp + frequency * (1 - ramp)
-    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
+    return frequency
+
+
+def rope_cos_sin(frequency: Tensor, positions: Tensor) -> Tensor:
+    """frequency [dim / 2] float32, positions [T] int64 -> [T, dim] float32: cosines, then sines.
+
+    Computed for the positions of a step: a table for 1,048,576 positions would take 256 MiB.
+    """
+    angle = positions.float()[:, None] * frequency
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
@@ -43,8 +50,7 @@ def rope_table(
 def apply_rope(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last ``cos_sin.shape[1]`` values of each vector.
 
-    x: [T, d] or [T, heads, d]; cos_sin: [T, rope_dim] float32, the rows of ``rope_table`` at the
-    tokens' positions; inverse: rotate back. Returns x's shape and dtype. Source: spec section 3.3
+    x: [T, d] or [T, heads, d]; cos_sin: [T, rope_dim] float32 from ``rope_cos_sin``; inverse: rotate back. Returns x's shape and dtype. Source: spec section 3.3
     (GPT-J pairs (2i, 2i + 1), last dimensions).
     """
     dim = cos_sin.shape[1]

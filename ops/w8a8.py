@@ -17,7 +17,8 @@ def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     A row of zeros gets scale 0 and codes 0. Source: spec section 5.2.
     """
     f = weight.float()
-    scale = f.abs().amax(1, keepdim=True) / INT8_MAX
+    low, high = f.aminmax(dim=1, keepdim=True)
+    scale = torch.maximum(high, -low) / INT8_MAX
     codes = (f / scale.where(scale > 0, 1.0)).round_().clamp_(-INT8_MAX, INT8_MAX)
     return codes.to(torch.int8), scale
 
@@ -60,10 +61,18 @@ def w8a8_matmul(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tens
     return (product.float() * scale * weight_scale.T).to(dtype)
 
 
+FEW = 8  # rows times threads up to which one compiled thread beats converting the weight for a float GEMM
+
+
 @w8a8_matmul.register("cpu")
 def _w8a8_matmul_cpu(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    # float32 GEMM: the products are integers, exact until a partial sum passes 2 ** 24, which takes more
-    # than 1040 products of 127 * 127 with equal signs. torch._int_mm is 10 to 30 times slower without VNNI
-    # (benchmarks/README.md).
-    product = codes.float() @ weight.float().T
+    if len(codes) * torch.get_num_threads() <= FEW:
+        from .integer_product import integer_product
+
+        product = torch.empty(len(codes), len(weight), dtype=torch.float32)
+        integer_product(codes.contiguous().numpy(), weight.numpy(), product.numpy())
+    else:
+        # The products are integers, exact in float32 until a partial sum passes 2 ** 24, which takes more than
+        # 1040 products of 127 * 127 with equal signs. torch._int_mm is 10 to 30 times slower without VNNI.
+        product = codes.float() @ weight.float().T
     return product.mul_(scale).mul_(weight_scale.T).to(dtype)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..layer_plan import ConfigError, ModelPlan
-from .inventory import Stored, TensorSpec, Weights, draft_copies, inventory
+from .inventory import DTYPE_BYTES, Stored, TensorSpec, Weights, draft_copies, inventory
 
 OFFICIAL_INDEX = "model.safetensors.index.json"
 ASCEND_INDEX = "quant_model_weights.safetensors.index.json"
 DESCRIPTION = "quant_model_description.json"
-DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I64": 8}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 SHOWN = 5  # how many problems of a kind a message lists
 
 
@@ -33,7 +33,9 @@ class Layout(Enum):
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
 
 
@@ -49,7 +51,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "deepseek_v41" or not isinstance(config.get("text_config"), dict):
         raise CheckpointError(f"{path}: model_type is {kind!r}, expected 'deepseek_v41' with a text_config")
-    ModelPlan.from_config(config)
+    try:
+        ModelPlan.from_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}/{error}") from error
     return dict(config)
 
 
@@ -66,7 +71,8 @@ def identify(directory: str | Path) -> Layout:
 def read_header(path: Path) -> dict[str, Stored]:
     """Keys, dtypes and shapes of one safetensors file, from its header. Raises CheckpointError.
 
-    Also checks that the file is as long as its header says: a cut download has a valid header.
+    Every entry must be well formed, the data must follow each other without gap or overlap, and the file
+    must be as long as its header says: a cut download has a valid header.
     """
     try:
         size = path.stat().st_size
@@ -75,16 +81,38 @@ def read_header(path: Path) -> dict[str, Stored]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if length + 8 > size:
                 raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file; download it again")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(f"{path}: a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed")
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{path}: its safetensors header is damaged ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its safetensors header is damaged (not an object)")
     header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    spans = sorted((_entry(path, key, entry) for key, entry in header.items()), key=lambda item: item[1])
+    end = 0
+    for stored, (begin, stop) in spans:
+        if begin != end or stop - begin != stored.bytes:
+            raise CheckpointError(f"{path}: {stored.key} lies at bytes {begin} to {stop}, which cannot be right")
+        end = stop
     if 8 + length + end != size:
         raise CheckpointError(f"{path}: {size} bytes, its header promises {8 + length + end}; download it again")
-    return {key: Stored(key, entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
+    return {stored.key: stored for stored, _ in spans}
+
+
+def _entry(path: Path, key: str, entry: Any) -> tuple[Stored, tuple[int, int]]:
+    try:
+        dtype, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, begin, stop]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the header entry of {key} is damaged") from error
+    if dtype not in DTYPE_BYTES or not all(type(n) is int and n >= 0 for n in numbers):
+        raise CheckpointError(f"{path}: the header entry of {key} is damaged: {entry}")
+    return Stored(key, dtype, tuple(shape)), (begin, stop)
 
 
 @dataclass(frozen=True)
@@ -106,7 +134,7 @@ class Checkpoint:
 
 def _listed(label: str, items: list[str]) -> str:
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
-    return f"{label}: {'; '.join(items[:SHOWN])}{more}"
+    return f"{label}: {'; '.join(item.encode('unicode_escape').decode() for item in items[:SHOWN])}{more}"
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -115,7 +143,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{path}: has no weight_map")
     for key, file in files.items():
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+        if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
             raise CheckpointError(f"{path}: {key} is said to lie in {file!r}, which is not inside the checkpoint")
     return files
 
@@ -223,7 +251,6 @@ def description_labels(config: dict[str, Any], weights: Weights) -> dict[str, st
 __all__ = [
     "ASCEND_INDEX",
     "DESCRIPTION",
-    "DTYPE_BYTES",
     "Checkpoint",
     "CheckpointError",
     "ConfigError",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,7 +22,6 @@ from ..ops.w8a8 import quantize_channels, quantize_engram_rows
 from .checkpoint import (
     ASCEND_INDEX,
     DESCRIPTION,
-    DTYPE_BYTES,
     Checkpoint,
     CheckpointError,
     Layout,
@@ -31,6 +29,7 @@ from .checkpoint import (
     open_checkpoint,
 )
 from .inventory import Kind, Stored, TensorSpec, Weights, draft_copies
+from .partial import partial_directory
 from .safetensors_writer import SafetensorsWriter
 
 TABLE_ROWS = 65536  # rows of an Engram table in memory at a time
@@ -51,18 +50,13 @@ class _File:
     name: str
     tensors: list[Stored] = field(default_factory=list)
     sources: list[TensorSpec] = field(default_factory=list)
+    bytes: int = 0
 
-    @property
-    def bytes(self) -> int:
-        return sum(stored_bytes(stored) for stored in self.tensors)
-
-
-def stored_bytes(stored: Stored) -> int:
-    """Size of a tensor's data."""
-    count = DTYPE_BYTES[stored.dtype]
-    for extent in stored.shape:
-        count *= extent
-    return count
+    def add(self, source: TensorSpec, tensors: tuple[Stored, ...]) -> None:
+        """One more tensor of the model."""
+        self.sources.append(source)
+        self.tensors += tensors
+        self.bytes += sum(stored.bytes for stored in tensors)
 
 
 def _weight_files(checkpoint: Checkpoint, weights: Weights, shard_bytes: int) -> list[_File]:
@@ -75,27 +69,29 @@ def _weight_files(checkpoint: Checkpoint, weights: Weights, shard_bytes: int) ->
         wanted.append((source, (Stored(copy.name, stored.dtype, stored.shape),)))
     shards = [_File("")]
     for spec, stored_as in wanted:
-        size = sum(stored_bytes(stored) for stored in stored_as)
+        size = sum(stored.bytes for stored in stored_as)
         if shards[-1].tensors and shards[-1].bytes + size > shard_bytes:
             shards.append(_File(""))
-        shards[-1].tensors += stored_as
-        shards[-1].sources.append(spec)
+        shards[-1].add(spec, stored_as)
     for number, shard in enumerate(shards, 1):
         shard.name = f"quant_model_weights-{number:05d}-of-{len(shards):05d}.safetensors"
     return shards
 
 
-def _table_files(checkpoint: Checkpoint, weights: Weights) -> list[_File]:
-    """One file per tensor of an Engram table (spec section 5.4)."""
+def _table_files(checkpoint: Checkpoint, weights: Weights) -> list[list[_File]]:
+    """For each Engram table one file per tensor (spec section 5.4)."""
     folder = "engram_int8" if weights is Weights.W8A8 else "engram_bf16"
-    files = []
+    tables = []
     for spec in checkpoint.tensors:
         if spec.kind is Kind.TABLE:
             base = spec.base.replace(".", "_")
+            files = []
             for stored in spec.ascend(weights):
-                suffix = stored.key.rpartition(".")[2]
-                files.append(_File(f"{folder}/{base}.{suffix}.safetensors", [stored], [spec]))
-    return files
+                file = _File(f"{folder}/{base}.{stored.key.rpartition('.')[2]}.safetensors")
+                file.add(spec, (stored,))
+                files.append(file)
+            tables.append(files)
+    return tables
 
 
 class _Source:
@@ -108,7 +104,10 @@ class _Source:
     def _handle(self, key: str) -> Any:
         file = self.checkpoint.files[key]
         if self._open[0] != file:
-            self._open = (file, safe_open(self.checkpoint.directory / file, framework="pt"))
+            try:
+                self._open = (file, safe_open(self.checkpoint.directory / file, framework="pt"))
+            except SafetensorError as error:
+                raise CheckpointError(f"{self.checkpoint.directory / file}: {error}; download it again") from error
         return self._open[1]
 
     def raw(self, key: str) -> Tensor:
@@ -131,7 +130,7 @@ class _Source:
         return self._finite(weight.float(), spec)
 
     def _finite(self, values: Tensor, spec: TensorSpec) -> Tensor:
-        if not torch.isfinite(values).all():
+        if not all(torch.isfinite(extreme) for extreme in values.aminmax()):
             raise CheckpointError(
                 f"{self.checkpoint.directory / self.checkpoint.files[spec.name]}: {spec.name} holds NaN or infinity "
                 "(a damaged weight, or a scale of code 255); download the file again"
@@ -150,28 +149,32 @@ def _converted(spec: TensorSpec, values: Tensor, weights: Weights) -> Iterator[T
         yield values.to(torch.bfloat16)
 
 
-def _write_table(file: _File, weights: Weights, source: _Source, writer: SafetensorsWriter, tick: Tick) -> None:
-    spec, stored = file.sources[0], file.tensors[0]
-    for begin in range(0, spec.shape[0], TABLE_ROWS):
-        rows = source.rows(spec, begin, min(begin + TABLE_ROWS, spec.shape[0]))
-        if weights is Weights.BF16:
-            part = rows.to(torch.bfloat16)
-        else:
-            codes, scale = quantize_engram_rows(rows)
-            part = scale if stored.key.endswith(".scale") else codes
-        writer.append(stored.key, part)
-        tick(part.numel() * part.element_size())
+def _write_table(files: list[_File], weights: Weights, source: _Source, directory: Path, tick: Tick) -> None:
+    """One table, read once: codes and scales go to their files side by side."""
+    spec = files[0].sources[0]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(SafetensorsWriter(_made(directory / file.name), file.tensors)) for file in files]
+        for begin in range(0, spec.shape[0], TABLE_ROWS):
+            rows = source.rows(spec, begin, min(begin + TABLE_ROWS, spec.shape[0]))
+            parts = (rows.to(torch.bfloat16),) if weights is Weights.BF16 else quantize_engram_rows(rows)
+            for file, writer, part in zip(files, writers, parts, strict=True):
+                writer.append(file.tensors[0].key, part)
+                tick(part.numel() * part.element_size())
 
 
-def _write_weights(file: _File, weights: Weights, source: _Source, writer: SafetensorsWriter, tick: Tick) -> None:
+def _made(path: Path) -> Path:
+    """The path, its directory made."""
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def _write_weights(file: _File, weights: Weights, source: _Source, directory: Path, tick: Tick) -> None:
     remaining = iter(file.tensors)
-    for spec in file.sources:
-        values = source.dense(spec)
-        for tensor in _converted(spec, values, weights):
-            stored = next(remaining)
-            writer.append(stored.key, tensor)
-            tick(tensor.numel() * tensor.element_size())
-        # a copy has fewer tensors than its source only if the source is quantised, which embed and head are not
+    with SafetensorsWriter(directory / file.name, file.tensors) as writer:
+        for spec in file.sources:
+            for tensor in _converted(spec, source.dense(spec), weights):
+                writer.append(next(remaining).key, tensor)
+                tick(tensor.numel() * tensor.element_size())
 
 
 Tick = Callable[[int], None]
@@ -180,40 +183,60 @@ Tick = Callable[[int], None]
 def convert(source: str | Path, target: str | Path, weights: Weights, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Path:
     """Convert an official checkpoint. Returns the new directory.
 
-    Everything is written to ``<target>.partial`` and renamed at the end; a failure removes it.
-    Raises CheckpointError for a bad source, an existing target, a full disk or a second conversion
-    to the same target, all before data is read.
+    Everything is written to a hidden directory beside the target and renamed at the end; a failure removes
+    it. Raises CheckpointError: before data is read for a bad source, an existing target, too little
+    room, an unreadable side file or a second conversion to the same target; later for damaged data.
     """
     target = Path(target)
-    if target.exists():
-        raise CheckpointError(f"{target}: exists already; remove it or name another directory")
+    _refuse_existing(target)
     checkpoint = open_checkpoint(source)
     if checkpoint.layout is not Layout.OFFICIAL:
         raise CheckpointError(f"{checkpoint.directory}: is already in the Ascend layout; give the official checkpoint")
-    files = _weight_files(checkpoint, weights, shard_bytes) + _table_files(checkpoint, weights)
-    total = sum(file.bytes for file in files)
+    files, tables = _weight_files(checkpoint, weights, shard_bytes), _table_files(checkpoint, weights)
+    total = sum(file.bytes for file in [*files, *(file for table in tables for file in table)])
     parent = target.absolute().parent
     if not parent.is_dir():
         raise CheckpointError(f"{parent}: no such directory; create it first")
     free = shutil.disk_usage(parent).free
     if free < total:
-        raise CheckpointError(f"{parent}: {free / 2**30:.1f} GiB free, the conversion needs {total / 2**30:.1f} GiB")
-    with _partial_directory(target) as partial:
-        _write_all(checkpoint, files, weights, partial, total)
-        _write_descriptions(checkpoint, files, weights, partial, total)
+        raise CheckpointError(f"{parent}: {free >> 20} MiB free, the conversion needs {total >> 20} MiB")
+    side_files = _side_files(checkpoint.directory)
+    with partial_directory(target) as partial:
+        bar = tqdm(total=total, unit="B", unit_scale=True, desc="quantize", disable=not sys.stderr.isatty())
+        reader = _Source(checkpoint)
+        with bar:
+            for file in files:
+                _write_weights(file, weights, reader, partial, bar.update)
+            for table in tables:
+                _write_table(table, weights, reader, partial, bar.update)
+        for path in side_files:
+            shutil.copyfile(path, partial / path.name)
+        written = [*files, *(file for table in tables for file in table)]
+        _write_descriptions(checkpoint, written, weights, partial, total)
+        open_checkpoint(partial)
     return target
 
 
-def _write_all(checkpoint: Checkpoint, files: list[_File], weights: Weights, partial: Path, total: int) -> None:
-    source = _Source(checkpoint)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="quantize", disable=not sys.stderr.isatty())
-    with bar:
-        for file in files:
-            path = partial / file.name
-            path.parent.mkdir(exist_ok=True)
-            with SafetensorsWriter(path, file.tensors) as writer:
-                write = _write_table if file.sources[0].kind is Kind.TABLE else _write_weights
-                write(file, weights, source, writer, bar.update)
+def _refuse_existing(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target}: exists already; remove it or name another directory")
+
+
+def _side_files(directory: Path) -> list[Path]:
+    """Tokenizer and other small files that belong to the checkpoint and are not rewritten."""
+    own = {"config.json", DESCRIPTION}
+    found = [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and path.suffix != ".safetensors"
+        and not path.name.endswith(".index.json")
+        and path.name not in own
+    ]
+    for path in found:
+        if not os.access(path, os.R_OK):
+            raise CheckpointError(f"{path}: cannot be read; change its permissions")
+    return found
 
 
 def _write_descriptions(
@@ -240,39 +263,7 @@ def _write_descriptions(
     config["quantization_config"] = {"quant_method": "ascend", "model_quant_type": kind}
     config["engram_rotation_config"] = ENGRAM_ROTATION
     _write_json(partial / "config.json", config)
-    for path in sorted(checkpoint.directory.iterdir()):
-        own = path.suffix == ".safetensors" or path.name.endswith(".index.json") or path.name == "config.json"
-        if path.is_file() and not own:
-            shutil.copyfile(path, partial / path.name)
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _partial_directory(target: Path) -> Iterator[Path]:
-    """A directory that becomes ``target`` when the block ends well and disappears when it does not.
-
-    What a killed conversion left behind is cleared; a lock tells it from one that is running.
-    """
-    partial = target.with_name(target.name + ".partial")
-    lock_path = target.with_name(target.name + ".lock")
-    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(f"{target}: another conversion is writing it; wait or name another target") from error
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
-            yield partial
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        finally:
-            lock_path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)

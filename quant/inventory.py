@@ -6,6 +6,7 @@ Derived from the config alone; applied to the released sizes it yields the publi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +14,7 @@ from typing import Any
 
 from ..layer_plan import LayerPlan, ModelPlan
 
+DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I64": 8}
 GROUP = 32  # FP8 tile edge; FP4 and Engram scale group
 
 
@@ -42,6 +44,11 @@ class Stored:
     key: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of its data."""
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

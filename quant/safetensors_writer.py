@@ -26,9 +26,7 @@ class SafetensorsWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for stored in tensors:
-            size = DTYPES[stored.dtype].itemsize
-            for extent in stored.shape:
-                size *= extent
+            size = stored.bytes
             header[stored.key] = {"dtype": stored.dtype, "shape": stored.shape, "data_offsets": [offset, offset + size]}
             self._remaining.append((stored, size))
             offset += size

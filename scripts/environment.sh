@@ -4,8 +4,8 @@
 #   DSV41_VENV    where the environment lies (default: .venv in the repository)
 #   PYTHON        interpreter that makes it (default: python3.11, else python3)
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${DSV41_VENV:-$root/.venv}
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+venv=$(readlink -m "${DSV41_VENV:-$root/.venv}")
 
 fail() {
     echo "$(basename "$0"): error: $*" >&2
@@ -16,9 +16,11 @@ environment() {
     local locks=("$root/requirements/cpu.lock" "$root/requirements/test.lock")
     local python=${PYTHON:-$(command -v python3.11 || command -v python3)}
     [[ -n $python ]] || fail "no python3.11 and no python3 on PATH; install Python 3.11"
+    "$python" -c "" || fail "cannot run $python; name another interpreter in PYTHON"
     mkdir -p "$(dirname "$venv")"
-    exec 9>"$venv.lock"
-    flock 9 || fail "cannot lock $venv.lock"
+    command -v flock >/dev/null || fail "flock is missing; install util-linux"
+    exec 9>"$venv.lock" || fail "cannot write $venv.lock"
+    flock --nonblock 9 || { echo "environment: waiting for another script that uses $venv"; flock 9; }
     local wanted
     wanted=$(echo "$root"; cat "${locks[@]}" "$root/pyproject.toml" | sha256sum)
     if [[ -x $venv/bin/python && $(cat "$venv/.dsv41-installed" 2>/dev/null) == "$wanted" ]]; then
@@ -26,9 +28,9 @@ environment() {
     else
         "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' ||
             fail "$python is $("$python" --version 2>&1); Python 3.10 to 3.12 is needed, the lock is made for 3.11"
-        if [[ ! -x $venv/bin/python ]]; then
+        if [[ ! -x $venv/bin/python || ! -x $venv/bin/pip ]]; then  # none, or one whose making was interrupted
             echo "environment: making $venv with $python"
-            "$python" -m venv "$venv" || fail "python -m venv failed; on Debian install python3-venv"
+            "$python" -m venv --clear "$venv" || fail "python -m venv failed; on Debian install python3-venv"
         fi
         rm -f "$venv/.dsv41-installed"
         echo "environment: installing ${locks[*]##*/} (about 3.4 GB, some minutes)"

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Style, types and the directions of imports.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 environment
 cd "$root"
 echo "lint: ruff"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 # ops/ and quant/ only lie inside the package once it is installed: both tools look at an installed copy
-copy=$(mktemp -d)
-trap 'rm -rf "$copy"' EXIT
-"$venv/bin/pip" install --quiet --no-deps --no-build-isolation --target "$copy" "$root"
-rm -rf "$root/build"
+temporary=$(mktemp -d)
+copy=$temporary
+trap 'rm -rf "$temporary"' EXIT
+git ls-files -z | xargs -0 cp --parents --target-directory "$copy" 2>/dev/null || cp -r "$root"/. "$copy"
+"$venv/bin/pip" install --quiet --no-deps --no-build-isolation --target "$copy/installed" "$copy"
+copy=$copy/installed
 cd "$copy"
 echo "lint: mypy"
 "$venv/bin/mypy" --config-file "$root/pyproject.toml" -p vllm_ascend_dsv41

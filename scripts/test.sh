@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests. Arguments go to pytest: scripts/test.sh -m long runs the long ones.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 environment
 cd "$root"
 echo "tests: $venv/bin/python -m pytest $*"

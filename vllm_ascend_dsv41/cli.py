@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 
 def _size(text: str) -> int:
@@ -14,7 +17,7 @@ def _size(text: str) -> int:
     unit = next((u for u in units if text.endswith(u)), "")
     try:
         value = int(float(text.removesuffix(unit)) * units.get(unit, 1))
-    except ValueError:
+    except (ValueError, OverflowError):
         value = 0
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 4GiB")
@@ -79,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM and SIGHUP end a command like Ctrl-C: partial output and started servers are cleared away."""
+    raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status; expected errors are one message on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -88,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return serve(arguments[1:])
         args = _parser().parse_args(arguments)
+        if threading.current_thread() is threading.main_thread():
+            for name in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(name, _terminate)
         return int(args.run(args))
     except (ValueError, OSError) as error:
         print(f"dsv41: error: {error}", file=sys.stderr)

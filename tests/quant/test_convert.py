@@ -125,6 +125,58 @@ def open_keys(path: Path) -> list[str]:
         return list(file.keys())
 
 
+def test_a_foreign_directory_of_that_name_is_kept(official, tmp_path):
+    foreign = tmp_path / ".out.dsv41-partial"
+    foreign.mkdir()
+    (foreign / "precious").write_text("data")
+    with pytest.raises(CheckpointError, match="is no remainder of a conversion; move it away"):
+        convert_function(official("a"), tmp_path / "out", Weights.W8A8)
+    assert (foreign / "precious").read_text() == "data"
+
+
+def test_a_target_made_meanwhile_is_kept(official, tmp_path, monkeypatch):
+    def made(*args: object) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+
+    monkeypatch.setattr(convert_module, "_write_descriptions", made)
+    monkeypatch.setattr(convert_module, "open_checkpoint", lambda path: open_checkpoint(official("a")))
+    with pytest.raises(CheckpointError, match="was made by somebody else meanwhile"):
+        convert_function(official("a"), tmp_path / "out", Weights.BF16)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+def test_a_stale_description_in_the_source_is_not_copied(official, converted, tmp_path):
+    import shutil
+
+    source = tmp_path / "source"
+    shutil.copytree(official("a"), source)
+    (source / "quant_model_description.json").write_text('{"stale": true}')
+    convert_function(source, tmp_path / "out", Weights.BF16)
+    own, wanted = (d / "quant_model_description.json" for d in (tmp_path / "out", converted("a", "bf16")))
+    assert own.read_bytes() == wanted.read_bytes()
+
+
+def test_dangling_link_as_target(official, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert_function(official("a"), tmp_path / "out", Weights.W8A8)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stopped_command_leaves_nothing(official, tmp_path, signum):
+    code = SLOW.replace("convert(sys.argv[1], sys.argv[2], Weights.BF16)", COMMAND)
+    command = [sys.executable, "-c", code, str(official("a")), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signum)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert error == "dsv41: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_existing_target_is_kept(official, tmp_path):
     target = tmp_path / "there"
     target.mkdir()
@@ -147,7 +199,7 @@ def test_an_error_leaves_nothing(official, tmp_path, monkeypatch):
 def test_too_little_room_is_refused_before_writing(official, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match="GiB free, the conversion needs"):
+    with pytest.raises(CheckpointError, match="0 MiB free, the conversion needs"):
         convert_function(official("a"), tmp_path / "out", Weights.W8A8)
     assert list(tmp_path.iterdir()) == []
 
@@ -170,6 +222,7 @@ def test_a_bad_scale_is_found(official, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
+COMMAND = 'from vllm_ascend_dsv41.cli import main; sys.exit(main(["quantize", sys.argv[1], sys.argv[2]]))'
 SLOW = """
 import sys, time
 from vllm_ascend_dsv41.quant import Weights, convert
@@ -195,7 +248,7 @@ def test_kill_and_two_at_once(official, tmp_path):
         assert process.stdout.readline() == "writing\n"
         with pytest.raises(CheckpointError, match="another conversion is writing it"):
             convert_function(official("a"), target, Weights.BF16)
-        assert (tmp_path / "out.partial").is_dir()  # the refused one did not touch it
+        assert (tmp_path / ".out.dsv41-partial").is_dir()  # the refused one did not touch it
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

@@ -113,6 +113,41 @@ def test_damaged_header(damaged):
     assert "header is damaged" in message(damaged.path)
 
 
+HEADERS = [
+    b"[]",
+    b"null",
+    b'{"norm.weight": null}',
+    b'{"norm.weight": {"dtype": "BF16"}}',
+    b'{"norm.weight": {"dtype": "BF16", "shape": null, "data_offsets": [0, 512]}}',
+    b'{"norm.weight": {"dtype": "BF16", "shape": [256], "data_offsets": [0]}}',
+    b'{"norm.weight": {"dtype": "BF16", "shape": [-256], "data_offsets": [0, 512]}}',
+    b'{"norm.weight": {"dtype": "BF16", "shape": [256.0], "data_offsets": [0, 512]}}',
+    b'{"norm.weight": {"dtype": "Q4", "shape": [256], "data_offsets": [0, 512]}}',
+    b'{"norm.weight": {"dtype": "BF16", "shape": [256], "data_offsets": [8, 520]}}',
+    b'{"norm.weight": {"dtype": "BF16", "shape": [200], "data_offsets": [0, 512]}}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=range(len(HEADERS)))
+def test_odd_headers(damaged, header):
+    file = sorted(damaged.path.glob("*.safetensors"))[0]
+    file.unlink()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(512))
+    text = message(damaged.path)
+    assert str(file) in text
+    assert "damaged" in text or "which cannot be right" in text
+
+
+def test_a_huge_header_is_not_read(damaged):
+    file = sorted(damaged.path.glob("*.safetensors"))[0]
+    file.unlink()
+    with file.open("wb") as out:
+        out.write((3 << 30).to_bytes(8, "little"))
+        out.truncate((3 << 30) + 8)
+    assert "a header of 3221225472 bytes, at most 100000000 are allowed" in message(damaged.path)
+
+
 def test_missing_scale(damaged):
     suffix = "scale" if "model.safetensors" in damaged.index.name else "weight_scale"
     key = f"layers.3.ffn.experts.7.w2.{suffix}"

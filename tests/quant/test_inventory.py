@@ -10,7 +10,6 @@ import pytest
 
 from vllm_ascend_dsv41.quant import Layout, Weights, inventory, open_checkpoint
 from vllm_ascend_dsv41.quant.checkpoint import description_labels
-from vllm_ascend_dsv41.quant.convert import stored_bytes
 
 RELEASED = {
     "text_config": {
@@ -69,10 +68,10 @@ def test_released_official_checkpoint():
     """96,085 tensors and 510,286,023,000 bytes, 266 of them the vision tower's (spec section 2)."""
     stored = [item for spec in inventory(RELEASED) for item in spec.official()]
     assert len(stored) == 96_085
-    assert sum(map(stored_bytes, stored)) == 510_286_023_000
+    assert sum(item.bytes for item in stored) == 510_286_023_000
     vision = [item for item in stored if item.key.startswith(("vision.", "aligner.", "image_"))]
     assert len(vision) == 266
-    assert sum(map(stored_bytes, vision)) == 970_536_960
+    assert sum(item.bytes for item in vision) == 970_536_960
 
 
 def test_released_w8a8_checkpoint():

@@ -59,7 +59,7 @@ def test_token_budgets_and_prefix_hits(engine, prompts, check, preset, grid, bud
     again = served.run([prompt for prompt in asked if len(prompt) > 128], 4)
     check(again, preset, grid)
     assert all(result.cached == (len(result.prompt) - 1) // 128 * 128 for result in again)
-    shared = [prompt[:n] + [7, 9, 11] for prompt in asked for n in (130, 256, 400) if len(prompt) > n + 3]
+    shared = [[*prompt[:n], 7, 9, 11] for prompt in asked for n in (130, 256, 400) if len(prompt) > n + 3]
     partial = served.run(shared, 4)
     check(partial, preset, grid)
     assert {result.cached for result in partial} == {128, 256, 384}

@@ -79,8 +79,15 @@ def test_damaged_checkpoint_is_refused_by_vllm_itself(converted, tmp_path):
 def test_serve_refuses_in_seconds(official, converted, tmp_path, make, message):
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_ascend_dsv41.cli", "serve", str(make(official, converted, tmp_path))]
-        + ["--quantization", "ascend"],
+        [
+            sys.executable,
+            "-m",
+            "vllm_ascend_dsv41.cli",
+            "serve",
+            str(make(official, converted, tmp_path)),
+            "--quantization",
+            "ascend",
+        ],
         capture_output=True,
         text=True,
         timeout=120,

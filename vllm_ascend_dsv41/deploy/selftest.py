@@ -19,7 +19,10 @@ def _line(result: Comparison) -> str:
 
 def selftest(device: str = "cpu", seed: int = 0) -> int:
     """Print one line per implementation and example. Returns 0 when all are within their bounds, else 1."""
-    torch.empty(0, device=device)  # an unknown device fails here, with torch's own words
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
     print(f"{'operator':20} {'runs as':10} {'dtype':9} {'max abs':>10} {'max rel':>10} {'bound':>10}  verdict example")
     results = list(compare(seed, device))
     for result in results:

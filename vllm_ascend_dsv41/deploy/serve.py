@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -40,10 +39,12 @@ def option_value(arguments: Sequence[str], name: str) -> str | None:
 def preflight(arguments: Sequence[str]) -> None:
     """Check the checkpoint before vLLM is imported. Raises CheckpointError, ConfigError."""
     model = arguments[0] if arguments and not arguments[0].startswith("-") else option_value(arguments, "--model")
+    if model is None:  # after other options: it cannot be told from their values, except that it is a directory
+        model = next((argument for argument in arguments if Path(argument, "config.json").is_file()), None)
     quantization = option_value(arguments, "--quantization") or option_value(arguments, "-q")
     if model is None or quantization not in (None, "ascend"):
         return
-    if not Path(model).exists() and quantization is None and not model.startswith((".", "/")):
+    if not Path(model).exists() and quantization is None and not model.startswith((".", "/", "~")):
         return  # a name on a hub, for vLLM to resolve
     checkpoint = open_checkpoint(model)
     if checkpoint.layout is Layout.OFFICIAL:
@@ -76,12 +77,3 @@ def serve(arguments: Sequence[str]) -> int:
     command.validate(args)
     command.cmd(args)
     return 0
-
-
-def main() -> int:
-    """``python -m vllm_ascend_dsv41.deploy.serve``: the same without the console script."""
-    return serve(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

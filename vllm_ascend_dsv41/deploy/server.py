@@ -30,6 +30,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _answers(port: int) -> bool:
+    """Whether somebody listens on a port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Server:
     """``dsv41 serve MODEL ...`` on 127.0.0.1, its output in ``log``. Use as a context manager."""
 
@@ -46,6 +53,8 @@ class Server:
         self._env = {**os.environ, **(env or {})}
 
     def __enter__(self) -> Server:
+        if _answers(self.port):  # else its answers would be taken for ours
+            raise ServerError(f"port {self.port} on 127.0.0.1 is in use; name another one")
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command, stdout=output, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
@@ -76,7 +85,7 @@ class Server:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended with status {self._process.returncode}:\n{self.tail()}")
-            if self._healthy():
+            if self._healthy() and self._process.poll() is None:
                 return
             time.sleep(0.25)
         raise ServerError(f"the server was not ready after {START_TIMEOUT_S:.0f} s:\n{self.tail()}")

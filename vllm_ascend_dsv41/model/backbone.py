@@ -18,7 +18,7 @@ from .compressor import Compressor
 from .engram import Engram
 from .layer import Layer
 from .parameters import Norm
-from .step import RopeTables, Step
+from .step import Rope, Step
 from .weights import load_weights
 
 
@@ -45,7 +45,7 @@ class Backbone(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
-        self.rope = RopeTables(config)
+        self.rope = Rope(config)
         self.hash = None
         if any(layer.engram is not None for layer in plan.trunk):
             text = {**checkpoint.config["text_config"], "image_token_id": self.image_token_id}

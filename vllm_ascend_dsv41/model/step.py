@@ -8,23 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..cache import RowMetadata
-from ..ops import rope_table
+from ..ops import rope_cos_sin, rope_frequencies
 
 
-class RopeTables(nn.Module):
-    """cos and sin for window rows (no YaRN) and for layers with compressed rows (YaRN)."""
+class Rope(nn.Module):
+    """Frequencies for window rows (no YaRN) and for layers with compressed rows (YaRN)."""
 
     window: Tensor
     compressed: Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        dim, positions = config.qk_rope_head_dim, config.max_position_embeddings
-        scaling = rope_scaling(config)
-        self.register_buffer("window", rope_table(dim, positions, config.rope_theta), persistent=False)
-        compressed = rope_table(
+        dim, scaling = config.qk_rope_head_dim, rope_scaling(config)
+        self.register_buffer("window", rope_frequencies(dim, config.rope_theta), persistent=False)
+        compressed = rope_frequencies(
             dim,
-            positions,
             config.compress_rope_theta,
             scaling["factor"],
             scaling["beta_fast"],
@@ -57,7 +55,7 @@ class Step:
     positions: Tensor  # [T] int64
     dead: Tensor  # [T] bool: image tokens
     metadata: dict[str, RowMetadata] | None
-    tables: RopeTables
+    frequencies: Rope
     engram_rows: Tensor | None = None  # [Engram layers, T, columns] int64
     selected: Tensor | None = None  # [T, index_topk] int32
     candidates: Tensor | None = None  # [T, candidate_topk_blocks] int32
@@ -67,7 +65,7 @@ class Step:
         """cos and sin rows [T, rope_dim] at each token's position, or at the first token of its group."""
         key = (compressed, ratio)
         if key not in self._rope:
-            table = self.tables.compressed if compressed else self.tables.window
+            frequency = self.frequencies.compressed if compressed else self.frequencies.window
             position = self.positions if ratio == 1 else self.positions // ratio * ratio
-            self._rope[key] = table[position]
+            self._rope[key] = rope_cos_sin(frequency, position)
         return self._rope[key]

@@ -62,17 +62,27 @@ class CpuPlatform(UpstreamCpuPlatform):  # type: ignore[misc]
 
 
 def _refuse(vllm_config: Any) -> None:
-    """Options that would fail or compute something else."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    """Options known to fail later, or to be ignored or to compute something else."""
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     ratio = 2  # the largest compression ratio: a block holds whole groups
+    row_dtypes = ("auto", str(model.dtype).removeprefix("torch."))
     refused = [
         (
-            vllm_config.model_config.quantization != "ascend",
+            model.quantization != "ascend",
             "DeepSeek-V4.1 is served from its Ascend conversion here: convert with `dsv41 quantize SRC DST` "
             "and serve DST with --quantization ascend",
         ),
+        (
+            model.runner_type != "generate",
+            f"--runner {model.runner_type}: DeepSeek-V4.1 generates text; leave the option out",
+        ),
+        (vllm_config.load_config.load_format == "dummy", "--load-format dummy: random weights; name a real checkpoint"),
         (vllm_config.speculative_config is not None, "--speculative-config: drafting is not part of this version"),
         (vllm_config.lora_config is not None, "--enable-lora: LoRA is not supported with DeepSeek-V4.1"),
+        (
+            model.enable_prompt_embeds,
+            "--enable-prompt-embeds: Engram hashes token ids, which embeddings do not have; send token ids",
+        ),
         (
             getattr(parallel, "decode_context_parallel_size", 1) > 1,
             "--decode-context-parallel-size: use tensor, data or expert parallelism",
@@ -82,8 +92,16 @@ def _refuse(vllm_config: Any) -> None:
             "--prefill-context-parallel-size: use tensor, data or expert parallelism",
         ),
         (
-            cache.cache_dtype not in ("auto", "bfloat16"),
+            cache.cache_dtype not in row_dtypes,
             f"--kv-cache-dtype {cache.cache_dtype}: rows are kept in the model's dtype; leave it at auto",
+        ),
+        (
+            bool(getattr(cache, "kv_offloading_size", None)) or vllm_config.kv_transfer_config is not None,
+            "--kv-offloading-size, --kv-transfer-config: the compressor's open groups cannot be moved; leave them out",
+        ),
+        (
+            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            "--disable-hybrid-kv-cache-manager: the model has caches of several kinds; leave the option out",
         ),
         (
             cache.user_specified_block_size and cache.block_size % ratio != 0,
@@ -93,3 +111,19 @@ def _refuse(vllm_config: Any) -> None:
     for condition, message in refused:
         if condition:
             raise UnsupportedOptionError(message)
+    _refuse_tensor_parallel_size(model.hf_config, parallel.tensor_parallel_size)
+
+
+def _refuse_tensor_parallel_size(config: Any, ranks: int) -> None:
+    """Whatever tensor parallelism splits must be divisible: said once, before workers start."""
+    columns = (getattr(config, "engram_max_ngram_size", 1) - 1) * getattr(config, "engram_n_heads", 0)
+    split = {
+        "num_attention_heads": config.num_attention_heads,
+        "o_groups": config.o_groups,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "the Engram hash columns, (engram_max_ngram_size - 1) * engram_n_heads": columns,
+        "(hc_mult + 1) * hidden_size": (config.hc_mult + 1) * config.hidden_size if columns else 0,
+    }
+    for name, value in split.items():
+        if value % ranks:
+            raise UnsupportedOptionError(f"--tensor-parallel-size {ranks}: must divide {name} = {value}")

@@ -194,6 +194,8 @@ def candidate_mask(scores: Tensor, visible: Tensor, block_size: int, topk_blocks
     scores [L, n], visible [L] (rows each query may see) -> [L, n] bool.
     """
     length, rows = scores.shape
+    if not rows:
+        return torch.zeros(length, 0, dtype=torch.bool)
     blocks = -(-rows // block_size)
     seen = torch.arange(rows) < visible[:, None]
     padded = F.pad(scores.float().masked_fill(~seen, -torch.inf), (0, blocks * block_size - rows), value=-torch.inf)
@@ -342,7 +344,9 @@ class MoE:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x [L, D] -> [L, D]."""
         bias = torch.where(step.image[:, None], self.bias_vl, self.bias)
-        weights, chosen = route(self.scores(x), bias, self.k, self.config.routed_scaling_factor)
+        scores = self.scores(x)
+        weights, chosen = route(scores, bias, self.k, self.config.routed_scaling_factor)
+        step.tap(f"{self.prefix}.gate_scores", scores + bias)
         step.tap(f"{self.prefix}.gate_weights", weights)
         step.tap(f"{self.prefix}.gate_indices", chosen)
         total = torch.zeros(x.shape, dtype=torch.float32)

@@ -183,7 +183,7 @@ class Builder:
         s = self.s
         trunk = layer < s.num_hidden_layers
         ratio = s.compress_ratios[layer] if trunk else 0
-        tiny = trunk and layer in (s.engram_layer_ids[0] if s.engram_layer_ids else 1, s.kv_source_layer_ids[0])
+        tiny = trunk and layer in (s.engram_layer_ids[0] if s.engram_layer_ids else 1, *s.kv_source_layer_ids[:1])
         attn_norm = TINY_ATTN_NORM if tiny else NORM_MEAN["attn_norm"]
         self.norm(out, f"{p}.attn_norm.weight", s.hidden_size, attn_norm)
         self.norm(out, f"{p}.ffn_norm.weight", s.hidden_size)

@@ -28,7 +28,9 @@ class CpuCommunicator(UpstreamCpuCommunicator):  # type: ignore[misc]
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     def reduce_scatterv(self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
-        """Sum over ranks, then keep this rank's rows of dimension 0."""
+        """Sum over ranks, then keep this rank's rows of dimension 0 (-1: unspecified, vLLM means 0)."""
+        if dim not in (-1, 0):
+            raise ValueError(f"reduce_scatterv along dimension {dim}; only 0 is used")
         total = input_.clone()
         dist.all_reduce(total, group=self.device_group)
         counts = sizes or [len(total) // self.world_size] * self.world_size

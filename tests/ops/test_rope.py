@@ -1,11 +1,11 @@
-"""The rotary tables that serving uses, on DeepSeek's own numbers."""
+"""The rotary embedding that serving uses, on DeepSeek's own numbers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from vllm_ascend_dsv41.ops import rope_table
+from vllm_ascend_dsv41.ops import rope_cos_sin, rope_frequencies
 
 
 @pytest.mark.parametrize("name", ["released.window", "released.yarn", "window", "yarn"])
@@ -15,5 +15,5 @@ def test_tables(golden, name):
     positions = u["released.positions" if released else "positions"]
     dim, original = (64, 65536) if released else (16, 64)
     yarn = (160000.0, 16.0, 32, 1, original) if name.endswith("yarn") else (10000.0,)
-    rows = rope_table(dim, int(positions.max()) + 1, *yarn)[positions]
+    rows = rope_cos_sin(rope_frequencies(dim, *yarn), positions)
     assert torch.allclose(rows, torch.cat((u[f"{name}.cos"], u[f"{name}.sin"]), dim=-1), atol=1e-5, rtol=0)

@@ -50,8 +50,8 @@ def rope_cos_sin(frequency: Tensor, positions: Tensor) -> Tensor:
 def apply_rope(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last ``cos_sin.shape[1]`` values of each vector.
 
-    x: [T, d] or [T, heads, d]; cos_sin: [T, rope_dim] float32 from ``rope_cos_sin``; inverse: rotate back. Returns x's shape and dtype. Source: spec section 3.3
-    (GPT-J pairs (2i, 2i + 1), last dimensions).
+    x: [T, d] or [T, heads, d]; cos_sin: [T, rope_dim] float32 from ``rope_cos_sin``; inverse: rotate back.
+    Returns x's shape and dtype. Source: spec section 3.3 (GPT-J pairs (2i, 2i + 1), last dimensions).
     """
     dim = cos_sin.shape[1]
     cos, sin = cos_sin.chunk(2, dim=-1)

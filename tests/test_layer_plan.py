@@ -86,6 +86,22 @@ ILLEGAL = [
     ({"dspark_target_layer_ids": []}, "at least one layer"),
     ({"dspark_noise_token_id": -1}, "dspark_noise_token_id = -1"),
     ({"num_hidden_layers": None}, "num_hidden_layers = None"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, expected an integer from 1 to"),
+    ({"n_routed_experts": 10**9}, "n_routed_experts = 1000000000"),
+    ({"hc_eps": None}, "hc_eps = None, expected a number >= 0"),
+    ({"hc_eps": float("nan")}, "hc_eps = nan"),
+    ({"rms_norm_eps": "1e-20"}, "rms_norm_eps = '1e-20'"),
+    ({"swiglu_limit": float("inf")}, "swiglu_limit = inf, expected a finite number"),
+    ({"routed_scaling_factor": -1.5}, "routed_scaling_factor = -1.5"),
+    ({"rope_theta": 0}, "rope_theta = 0"),
+    ({"rope_scaling": None}, "rope_scaling = None, expected an object"),
+    ({"rope_scaling": {"factor": 16}}, "rope_scaling.beta_fast is missing"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings = 0"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu', expected 'silu'"),
+    ({"norm_topk_prob": False}, "norm_topk_prob = False, expected True"),
+    ({"num_key_value_heads": 2}, "num_key_value_heads = 2, expected 1"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+    ({"dspark_markov_rank": None}, "dspark_markov_rank = None"),
     ({"num_hidden_layers": True}, "num_hidden_layers = True"),
     ({"hidden_size": 0}, "hidden_size = 0"),
 ]
@@ -98,6 +114,40 @@ def test_illegal_configs_are_refused(text, change, message):
     config = copy.deepcopy(text) | change
     with pytest.raises(ConfigError, match=message):
         ModelPlan.from_config(config)
+
+
+def without(config: dict, *path: str) -> dict:
+    """A copy that lacks one field."""
+    config = copy.deepcopy(config)
+    inner = config
+    for name in path[:-1]:
+        inner = inner[name]
+    del inner[path[-1]]
+    return config
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "hc_eps", "rope_scaling", "swiglu_limit", "rms_norm_eps", "compress_ratios", "vocab_size"]
+)
+def test_missing_fields_are_named(text, name):
+    with pytest.raises(ConfigError, match=f"config.json: {name} is missing, expected"):
+        ModelPlan.from_config(without(text, name))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "text_config = None, expected an object"),
+        ({"image_token_id": None}, "image_token_id = None"),
+        ({"vision_config": "x"}, "vision_config = 'x', expected an object"),
+        ({"vision_config": {"num_hidden_layers": 1.5}}, r"vision_config\.num_hidden_layers = 1\.5"),
+        ({"vision_config": {"num_hidden_layers": 2}}, r"vision_config\.hidden_size is missing"),
+    ],
+)
+def test_the_rest_of_the_config(official, change, message):
+    whole = json.loads((official("a") / "config.json").read_text()) | change
+    with pytest.raises(ConfigError, match=message):
+        ModelPlan.from_config(whole)
 
 
 def test_no_candidate_stage_and_no_draft(text):

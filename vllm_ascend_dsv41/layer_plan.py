@@ -7,10 +7,13 @@ Topology: spec section 3.3 to 3.6 and 3.9; DeepSeek-V4.1 technical report, compr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000  # beyond these a number is a mistake, and would be expanded into a list
 
 
 class ConfigError(ValueError):
@@ -64,19 +67,31 @@ class ModelPlan:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelPlan:
-        """From ``config.json`` or its flattened form. Raises ConfigError."""
-        text: Mapping[str, Any] = config.get("text_config") or config
-        return _Builder(text).build()
+        """From ``config.json`` or its ``text_config`` alone. Raises ConfigError."""
+        if "text_config" not in config:
+            return _Builder(config).build()
+        text = config["text_config"]
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"config.json: text_config = {text!r}, expected an object")
+        plan = _Builder(text).build()
+        _Builder(config).integer("image_token_id", 0)
+        vision = config.get("vision_config")
+        if vision is not None:
+            if not isinstance(vision, Mapping):
+                raise ConfigError(f"config.json: vision_config = {vision!r}, expected an object")
+            _Builder(vision, "vision_config.").vision()
+        return plan
 
 
 class _Builder:
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], where: str = "") -> None:
+        self.config, self.where = config, where
 
     # ---- reading --------------------------------------------------------------------------------
 
     def refuse(self, name: str, expected: str) -> ConfigError:
-        return ConfigError(f"config.json: {name} = {self.config.get(name)!r}, expected {expected}")
+        found = f"= {self.config[name]!r}" if name in self.config else "is missing"
+        return ConfigError(f"config.json: {self.where}{name} {found}, expected {expected}")
 
     def integer(self, name: str, low: int, high: int | None = None) -> int:
         value = self.config.get(name)
@@ -84,6 +99,20 @@ class _Builder:
         if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
             raise self.refuse(name, allowed)
         return value
+
+    def number(self, name: str, low: float, high: float = math.inf) -> float:
+        value = self.config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            allowed = f"a number >= {low}" if high == math.inf else f"a number from {low} to {high}"
+            raise self.refuse(name, allowed)
+        if not math.isfinite(value):
+            raise self.refuse(name, "a finite number")
+        return float(value)
+
+    def fixed(self, name: str, value: Any) -> None:
+        """What the model is only written for; absent means that value."""
+        if self.config.get(name, value) != value:
+            raise self.refuse(name, repr(value))
 
     def integers(self, name: str) -> tuple[int, ...]:
         value = self.config.get(name)
@@ -114,13 +143,53 @@ class _Builder:
         rope = self.integer("qk_rope_head_dim", 2, head_dim)
         if rope % 2:
             raise self.refuse("qk_rope_head_dim", "an even number")
-        for name in ("q_lora_rank", "o_lora_rank", "sliding_window", "moe_intermediate_size", "hc_mult"):
+        for name in (
+            "q_lora_rank",
+            "o_lora_rank",
+            "sliding_window",
+            "moe_intermediate_size",
+            "max_position_embeddings",
+        ):
             self.integer(name, 1)
-        self.integer("hc_sinkhorn_iters", 1)
-        if self.config.get("scoring_func", "sqrtsoftplus") != "sqrtsoftplus":
-            raise self.refuse("scoring_func", "'sqrtsoftplus'")
-        if self.config.get("n_shared_experts", 1) != 1:
-            raise self.refuse("n_shared_experts", "1")
+        self.integer("hc_mult", 1, 64)
+        self.integer("hc_sinkhorn_iters", 1, 1000)
+        for name in ("rms_norm_eps", "hc_eps", "swiglu_limit", "routed_scaling_factor"):
+            self.number(name, 0.0)
+        for name in ("rope_theta", "compress_rope_theta"):
+            self.number(name, 1.0)
+        self.rope_scaling()
+        only = {
+            "scoring_func": "sqrtsoftplus",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "hidden_act": "silu",
+            "n_shared_experts": 1,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        }
+        for name, value in only.items():
+            self.fixed(name, value)
+
+    def rope_scaling(self) -> None:
+        scaling = self.config.get("rope_scaling")
+        if not isinstance(scaling, Mapping):
+            raise self.refuse("rope_scaling", "an object with YaRN's numbers")
+        own = _Builder(scaling, "rope_scaling.")
+        own.number("factor", 1.0)
+        own.number("beta_fast", 1e-3)
+        own.number("beta_slow", 1e-3)
+        own.integer("original_max_position_embeddings", 1)
+
+    def vision(self) -> None:
+        """The vision tower; ``num_hidden_layers`` 0 means there is none."""
+        if not self.integer("num_hidden_layers", 0, MOST_LAYERS):
+            return
+        for name in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
+            self.integer(name, 1)
+        if self.config["hidden_size"] % (4 * self.config["num_attention_heads"]):
+            raise self.refuse("hidden_size", "a multiple of four times num_attention_heads")
+        self.number("rope_theta", 1.0)
 
     def sources(self, layers: int, ratios: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         kv = self.layer_ids("kv_source_layer_ids", layers)
@@ -177,18 +246,21 @@ class _Builder:
         return ids
 
     def experts(self, count: str, chosen: str) -> tuple[int, int]:
-        total = self.integer(count, 1)
+        total = self.integer(count, 1, MOST_EXPERTS)
         return total, self.integer(chosen, 1, total)
 
     # ---- result ---------------------------------------------------------------------------------
 
     def build(self) -> ModelPlan:
         self.sizes()
-        layers = self.integer("num_hidden_layers", 1)
-        stages = self.integer("num_nextn_predict_layers", 0) if "num_nextn_predict_layers" in self.config else 0
+        layers = self.integer("num_hidden_layers", 1, MOST_LAYERS)
+        stages = 0
+        if "num_nextn_predict_layers" in self.config:
+            stages = self.integer("num_nextn_predict_layers", 0, MOST_LAYERS)
         ratios = self.integers("compress_ratios")
         if len(ratios) not in (layers, layers + stages):
-            raise self.refuse("compress_ratios", f"{layers} entries, or {layers + stages} with the draft stages")
+            draft = f", or {layers + stages} with the draft stages" if stages else ""
+            raise self.refuse("compress_ratios", f"{layers} entries{draft}")
         if any(ratio not in (0, 1, 2) for ratio in ratios):
             raise self.refuse("compress_ratios", "0, 1 or 2 for every layer")
         if any(ratios[layers:]):
@@ -204,6 +276,7 @@ class _Builder:
             if not targets:
                 raise self.refuse("dspark_target_layer_ids", "at least one layer for the draft stages to read")
             self.integer("dspark_block_size", 1)
+            self.integer("dspark_markov_rank", 1)
             self.integer("dspark_noise_token_id", 0, int(self.config["vocab_size"]) - 1)
             counts = self.experts("dspark_n_routed_experts", "dspark_num_experts_per_tok")
             draft = [

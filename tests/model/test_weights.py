@@ -28,7 +28,7 @@ def test_every_rule_is_needed(converted):
 
 
 def test_unknown_key():
-    with pytest.raises(CheckpointError, match="0 rules of the weight table match tensor layers.0.attn.wz.weight"):
+    with pytest.raises(CheckpointError, match=r"0 rules of the weight table match tensor layers\.0\.attn\.wz\.weight"):
         find_rule("layers.0.attn.wz.weight")
 
 

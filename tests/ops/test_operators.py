@@ -98,6 +98,17 @@ def test_candidates_hold_for_later_layers_as_for_their_source():
     assert 4 in published.flatten().tolist()  # the newest block is always among them
 
 
+@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+def test_candidates_fewer_than_selected(implementation):
+    """Two candidate blocks of four rows and a top-k of sixteen: the candidates decide even among few rows."""
+    function = ops.select_rows.implementations[implementation]
+    keys, table = torch.randn(4, 8, 16), torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    arguments = (torch.randn(1, 2, 16), torch.ones(1, 2), keys, table, torch.zeros(1, dtype=torch.long))
+    candidates = torch.tensor([[0, 3]], dtype=torch.int32)
+    selected, _ = function(*arguments, torch.tensor([15]), 16, 4, 0, candidates)
+    assert selected[selected >= 0].tolist() == [0, 1, 2, 3, 12, 13, 14]
+
+
 def test_int8_products_are_exact_for_long_sums():
     """The CPU implementation sums in float32: exact for the widths of the released model."""
     generator = torch.Generator().manual_seed(0)

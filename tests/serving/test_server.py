@@ -13,6 +13,13 @@ import pytest
 REFUSED = {
     "no quantization": ([], "dsv41 quantize SRC DST"),
     "speculation": (["--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'], "--speculative-config"),
+    "pooling": (["--runner", "pooling"], "--runner pooling: DeepSeek-V4.1 generates text"),
+    "dummy weights": (["--load-format", "dummy"], "--load-format dummy: random weights"),
+    "prompt embeddings": (["--enable-prompt-embeds"], "--enable-prompt-embeds: Engram hashes token ids"),
+    "cache dtype": (["--kv-cache-dtype", "bfloat16", "--dtype", "float32"], "--kv-cache-dtype bfloat16"),
+    "one kind of cache": (["--disable-hybrid-kv-cache-manager"], "--disable-hybrid-kv-cache-manager"),
+    "offloading": (["--kv-offloading-size", "1"], "--kv-offloading-size"),
+    "ranks": (["--tensor-parallel-size", "8"], "--tensor-parallel-size 8: must divide o_groups = 4"),
     "lora": (["--enable-lora"], "--enable-lora: LoRA is not supported"),
     "fp8 cache": (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: rows are kept in the model's dtype"),
     "odd block": (["--block-size", "33"], "--block-size 33: must be a multiple of 2"),

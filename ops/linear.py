@@ -36,5 +36,7 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @grouped_linear.register("cpu")
 def _grouped_linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    product = torch.bmm(x.transpose(0, 1).float(), weight.transpose(1, 2).float())
+    same = x.dtype == weight.dtype and (_HAS_BF16_DOT or len(x) <= 2 or x.dtype == torch.float32)
+    left, right = x.transpose(0, 1), weight.transpose(1, 2)
+    product = torch.bmm(left, right) if same else torch.bmm(left.float(), right.float())
     return product.transpose(0, 1).flatten(1).to(x.dtype)

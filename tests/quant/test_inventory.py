@@ -12,7 +12,22 @@ from vllm_ascend_dsv41.quant import Layout, Weights, inventory, open_checkpoint
 from vllm_ascend_dsv41.quant.checkpoint import description_labels
 
 RELEASED = {
+    "image_token_id": 129264,
     "text_config": {
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-20,
+        "hc_eps": 1e-6,
+        "swiglu_limit": 10.0,
+        "routed_scaling_factor": 1.5,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
         "vocab_size": 129280,
         "hidden_size": 5120,
         "num_hidden_layers": 40,
@@ -59,6 +74,7 @@ RELEASED = {
         "num_attention_heads": 16,
         "intermediate_size": 2816,
         "patch_size": 14,
+        "rope_theta": 10000,
         "downsample_ratio": 3,
     },
 }

@@ -344,9 +344,7 @@ class MoE:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x [L, D] -> [L, D]."""
         bias = torch.where(step.image[:, None], self.bias_vl, self.bias)
-        scores = self.scores(x)
-        weights, chosen = route(scores, bias, self.k, self.config.routed_scaling_factor)
-        step.tap(f"{self.prefix}.gate_scores", scores + bias)
+        weights, chosen = route(self.scores(x), bias, self.k, self.config.routed_scaling_factor)
         step.tap(f"{self.prefix}.gate_weights", weights)
         step.tap(f"{self.prefix}.gate_indices", chosen)
         total = torch.zeros(x.shape, dtype=torch.float32)

@@ -122,3 +122,4 @@ def test_demo(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "demo passed" in done.stdout
     assert "['deepseek-v41']" in done.stdout
+    assert "operators: apply_rope=reference" in (tmp_path / "server.log").read_text()  # the startup report

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..upstream import CPUModelRunner, CPUWorker, cpu_worker
+from ..ops import report
+from ..upstream import CPUModelRunner, CPUWorker, cpu_worker, init_logger
+
+logger = init_logger("vllm.dsv41")
 
 
 class CpuModelRunner(CPUModelRunner):  # type: ignore[misc]
@@ -16,6 +19,8 @@ class CpuModelRunner(CPUModelRunner):  # type: ignore[misc]
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """As upstream, then the lookback buffer, which upstream's CPU runner does not make."""
         super().load_model(load_dummy_weights)
+        served = ", ".join(f"{name}={implementation}" for name, implementation in report("cpu").items())
+        logger.info("operators: %s", served)
         depth = getattr(self.model, "token_lookback_depth", 0)
         if depth:
             self.lookback_token_ids = self._make_buffer(self.max_num_reqs, depth, dtype=torch.int32)

@@ -259,8 +259,8 @@ class _Builder:
             stages = self.integer("num_nextn_predict_layers", 0, MOST_LAYERS)
         ratios = self.integers("compress_ratios")
         if len(ratios) not in (layers, layers + stages):
-            draft = f", or {layers + stages} with the draft stages" if stages else ""
-            raise self.refuse("compress_ratios", f"{layers} entries{draft}")
+            with_draft = f", or {layers + stages} with the draft stages" if stages else ""
+            raise self.refuse("compress_ratios", f"{layers} entries{with_draft}")
         if any(ratio not in (0, 1, 2) for ratio in ratios):
             raise self.refuse("compress_ratios", "0, 1 or 2 for every layer")
         if any(ratios[layers:]):

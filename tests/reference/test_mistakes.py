@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from measures import rms
 from torch import Tensor
 
-from vllm_ascend_dsv41.reference import Checkpoint, Config, Model, State, numerics
+from vllm_ascend_dsv41.reference import Checkpoint, Config, Grid, Model, State, numerics
 from vllm_ascend_dsv41.reference import checkpoint as checkpoint_module
 from vllm_ascend_dsv41.reference import engram as engram_module
 from vllm_ascend_dsv41.reference import model as m
@@ -375,6 +375,30 @@ def test_trap_13_lookback_lost_between_calls(case):
     assert case.decode_error(case.model()) > FOUND
 
 
+def test_trap_14_activations_rounded_in_front_of_wo_a(case, golden, reference):
+    """The official code keeps ``wo_a`` in BF16: no FP8 activations there. Layer 0 alone, on the recorded input."""
+    recorded = golden("a", "text_0017.official")
+    model = reference(case.directory, Grid.MX, torch.bfloat16)
+    attention = model.layers[0].attn
+
+    def error() -> float:
+        step = m.Step(torch.arange(17), State(), m.ignore, torch.zeros(17, dtype=torch.bool))
+        return rms(attention(recorded["layer0.attn_in"], step), recorded["layer0.attn_out"])
+
+    right = error()
+    assert right < 0.015
+    case.patch.setattr(m, "rotate", _round_after(m.rotate))  # what comes out of it goes into wo_a
+    assert error() > 2 * right
+
+
+def _round_after(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def rounded(x: Tensor, positions: Tensor, rope: object, inverse: bool = False) -> Tensor:
+        turned = rotate(x, positions, rope, inverse)
+        return numerics.round_mxfp8(turned) if inverse else turned
+
+    return rounded
+
+
 def test_trap_15_head_in_bf16(case):
     model = case.model()
     right = model(case.text["input_ids"], State()).logits
@@ -408,6 +432,12 @@ def test_trap_18_image_tokens_not_dead_in_n_grams(case):
         engram_module, "hash_rows", lambda ids, *rest: right(ids.where(ids != engram_module.DEAD, image), *rest)
     )
     assert case.image_error(model) > FOUND
+
+
+def test_trap_20a_scale_byte_read_as_a_number(case):
+    """Code 120 means 2 ** -7, not 120.0."""
+    case.patch.setattr(checkpoint_module, "decode_e8m0", lambda codes: codes.view(torch.uint8).float())
+    assert not case.text_error(case.model()) < FOUND
 
 
 def test_trap_softplus_without_its_tail():

@@ -27,6 +27,7 @@ def check(converted, reference):
         weights, _, kind, dtype, tolerance = GRIDS[grid]
         model = reference(converted(preset, weights), kind, dtype)
         sharp = total = 0
+        everything = []
         for result in results:
             sequence = (result.prompt + result.tokens)[:-1] if result.tokens else result.prompt
             wanted, undecided = first_undecided(model, sequence)
@@ -39,9 +40,14 @@ def check(converted, reference):
                 assert error[decided].max() <= tolerance if decided.any() else True, (len(result.prompt), undecided)
                 assert error.max() <= 0.1  # a choice that fell the other way, nothing worse
                 sharp, total = sharp + int(decided.sum()), total + len(decided)
-            else:
-                assert rms(found, want) <= tolerance, (len(result.prompt), rms(found, want))
-        assert grid != "float32" or sharp >= 0.5 * total, (sharp, total)
+            else:  # a request behind a prefix hit has a dozen rows: one route that flips weighs more in it
+                assert rms(found, want) <= 2 * tolerance, (len(result.prompt), rms(found, want))
+                everything.append((found, want))
+        if grid == "float32":
+            assert sharp >= 0.5 * total, (sharp, total)
+        else:
+            found, want = (torch.cat(side) for side in zip(*everything, strict=True))
+            assert rms(found, want) <= tolerance, rms(found, want)
 
     return compare
 

@@ -116,7 +116,7 @@ def test_demo(tmp_path):
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"},
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

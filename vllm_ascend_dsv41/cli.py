@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(arguments)
         if threading.current_thread() is threading.main_thread():
             for name in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(name, _terminate)
+                if signal.getsignal(name) is not signal.SIG_IGN:  # as nohup asks
+                    signal.signal(name, _terminate)
         return int(args.run(args))
     except (ValueError, OSError) as error:
         print(f"dsv41: error: {error}", file=sys.stderr)

@@ -177,6 +177,18 @@ def test_a_stopped_command_leaves_nothing(official, tmp_path, signum):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nohup_is_respected(official, tmp_path):
+    code = SLOW.replace("convert(sys.argv[1], sys.argv[2], Weights.BF16)", COMMAND).replace("sleep(60)", "sleep(1)")
+    command = [sys.executable, "-c", code, str(official("a")), str(tmp_path / "out"), "nohup"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGHUP)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    open_checkpoint(tmp_path / "out")
+
+
 def test_existing_target_is_kept(official, tmp_path):
     target = tmp_path / "there"
     target.mkdir()
@@ -224,7 +236,9 @@ def test_a_bad_scale_is_found(official, tmp_path):
 
 COMMAND = 'from vllm_ascend_dsv41.cli import main; sys.exit(main(["quantize", sys.argv[1], sys.argv[2]]))'
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started us in the background had it ignored
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 from vllm_ascend_dsv41.quant import Weights, convert
 import vllm_ascend_dsv41.quant.convert
 module = sys.modules["vllm_ascend_dsv41.quant.convert"]

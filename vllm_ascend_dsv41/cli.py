@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         choices=["w8a8", "bf16"],
         default="w8a8",
-        help="w8a8: INT8 linears, experts and Engram tables; bf16: everything exact in BF16 (default: %(default)s)",
+        help="w8a8: INT8 linears, experts and Engram tables; bf16: everything in BF16 (default: %(default)s)",
     )
     quantize.add_argument(
         "--shard-size", type=_size, default="4GiB", metavar="SIZE", help="largest weight file (default: %(default)s)"

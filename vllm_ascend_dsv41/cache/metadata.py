@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,9 @@ class RowMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         self.block_size: int = kv_cache_spec.block_size
         self.ratio: int = kv_cache_spec.tokens_per_state
 
+    @abstractmethod
     def row(self, positions: Tensor, last: Tensor) -> Tensor:
         """Row index that each token writes, -1 for none. ``last``: [T], its request's final position."""
-        raise NotImplementedError
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RowMetadata:
         """vLLM calls this once per step and cache kind."""

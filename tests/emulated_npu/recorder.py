@@ -1,0 +1,95 @@
+"""What was called: every operator with dtypes, shapes, strides, storage formats and numbers, as lines that can be kept
+as golden data and compared; and counters of the same.
+
+    with recorder.recording() as record:
+        model(...)
+    record.lines       # ["aclnn aclnnRmsNorm(x=bf16[17,128], gamma=bf16[128], epsilon=1e-06, y=bf16[17,128], rstd=f32[17,1])", ...]
+    record.counts      # Counter of names
+    recorder.difference(golden_lines, record.lines)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_SHORT = {
+    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64", torch.int8: "i8", torch.uint8: "u8",
+    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "b8",
+}  # fmt: skip
+
+
+@dataclass
+class Record:
+    lines: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    #: Operators per label, in the order in which the labels were first set: `label` marks layers and steps.
+    labels: dict[str, Counter[str]] = field(default_factory=dict)
+    label: str = ""
+
+
+_records: list[Record] = []
+
+
+def active() -> bool:
+    return bool(_records)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    record = Record()
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records.remove(record)
+
+
+@contextlib.contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Counts what runs inside under `label` (a layer, a step)."""
+    before = [(r, r.label) for r in _records]
+    for r in _records:
+        r.label = label
+    try:
+        yield
+    finally:
+        for r, old in before:
+            r.label = old
+
+
+def describe(value: Any, nz: bool = False) -> str:
+    if isinstance(value, torch.Tensor):
+        text = f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{','.join(map(str, value.shape))}]"
+        if not value.is_contiguous():
+            text += f":{','.join(map(str, value.stride()))}"
+        if nz:
+            text += ":NZ"
+        if value.device.type == "cpu" and not nz and value.dim():
+            text += "@host"
+        return text
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(describe(v) for v in value) + "]"
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def note(kind: str, name: str, positional: Any = (), named: dict[str, Any] | None = None) -> None:
+    """positional and named: arguments of the call; strings are taken as descriptions."""
+    parts = [describe(v) for v in positional]
+    parts += [f"{k}={describe(v)}" for k, v in (named or {}).items() if v is not None]
+    line = f"{kind} {name}({', '.join(parts)})"
+    for record in _records:
+        record.lines.append(line)
+        record.counts[name] += 1
+        record.labels.setdefault(record.label, Counter())[name] += 1
+
+
+def difference(golden: list[str], now: list[str]) -> str:
+    """Empty when equal; otherwise a unified diff with three lines of context."""
+    return "\n".join(difflib.unified_diff(golden, now, "golden", "now", lineterm="", n=3))

@@ -19,7 +19,7 @@ _QUANT = (
 def _quant_matmul(a: SimpleNamespace) -> None:
     """INT32 output is the raw accumulator: the scales are then applied by the operator that follows."""
     for name in ("y_scale", "x1_offset", "x2_offset", "y_offset"):
-        if getattr(a, name) is not None:
+        if getattr(a, name) is not None and getattr(a, name).numel():  # torch_npu passes empty tensors for some that are absent
             raise ValueError(f"quantised matrix product with {name} is not listed")
     if a.x1.dtype != torch.int8 or a.x2.dtype != torch.int8:
         raise EmulationError(f"quantised matrix product of {a.x1.dtype} and {a.x2.dtype}; expected INT8")

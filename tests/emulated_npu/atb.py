@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import aten
-from .c_ascend import kernel
+from .dispatch import kernel
 
 
 def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, c: torch.Tensor) -> None:

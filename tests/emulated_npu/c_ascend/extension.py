@@ -11,7 +11,8 @@ import emulated_npu.c_ascend.elementwise
 import emulated_npu.c_ascend.hyper_connections
 import emulated_npu.c_ascend.indexer
 import emulated_npu.c_ascend.moe  # noqa: F401
-from emulated_npu.c_ascend import REFERENCES, kernel
+from emulated_npu.c_ascend import REFERENCES
+from emulated_npu.dispatch import kernel
 
 _library = torch.library.Library("_C_ascend", "DEF")
 #: These see no tensor, so the dispatcher cannot choose by device.

@@ -405,3 +405,6 @@ EXPORT aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
     return ACL_SUCCESS;
 }
 EXPORT aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
+EXPORT void aclAppLog(aclLogLevel level, const char *function, const char *file, uint32_t line, const char *format, ...) {
+    (void)level, (void)function, (void)file, (void)line, (void)format;
+}

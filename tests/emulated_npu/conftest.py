@@ -1,0 +1,1 @@
+from emulated_npu.plugin import *  # noqa: F403

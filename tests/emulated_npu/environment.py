@@ -111,7 +111,10 @@ def _build(overlay: Path) -> None:
         source = _source_distribution(Path(work))
         for part in ("vllm_ascend", "vllm_ascend.egg-info"):
             shutil.copytree(source / part, python / part)
-        shutil.copytree(source / "tests", overlay / "vllm_ascend_tests")  # its own references, to compare ours with
+        # its own references of the operators, to compare ours with
+        shutil.copytree(source / "tests", overlay / "vllm_ascend_tests")
+        indexer = "csrc/attention/quant_lightning_indexer_v2/tests/pytest"
+        shutil.copytree(source / indexer, overlay / "vllm_ascend_tests" / "quant_lightning_indexer")
         schemas.write(source / "csrc" / "torch_binding.cpp", overlay / "c_ascend_schemas.json")
     # The one file that its build would add: which operators the hardware has.
     (python / "vllm_ascend" / "_build_info.py").write_text("import os\n__device_type__ = os.environ.get('EMULATED_NPU_DEVICE_TYPE', 'A2')\n")

@@ -28,6 +28,14 @@ HOST_READS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "
 _library: list[torch.library.Library] = []
 
 
+def _histc(x: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    return torch.ops.aten.histc.default(x.double(), *arguments, **keywords).to(x.dtype)
+
+
+#: The NPU takes dtypes here that the CPU does not.
+SUBSTITUTES: dict[str, Callable[..., Any]] = {"aten::histc": _histc}
+
+
 def _generator(given: torch.Generator | None, device: torch.device) -> torch.Generator:
     """A CPU generator from the (seed, offset) of an NPU generator, whose offset moves on by one draw."""
     if given is not None and given.device.type == "cpu":
@@ -96,7 +104,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _kernel(name: str, schema: torch._C.FunctionSchema) -> Callable[..., Any]:
     base, _, overload = name.removeprefix("aten::").partition(".")
-    cpu = getattr(getattr(torch.ops.aten, base), overload or "default")
+    cpu = SUBSTITUTES.get(name) or getattr(getattr(torch.ops.aten, base), overload or "default")
     outputs = [a.name for a in schema.arguments if a.is_out]
     draws = any(a.name == "generator" for a in schema.arguments)
     strict = not MIXES.match(name)

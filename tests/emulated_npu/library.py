@@ -76,6 +76,18 @@ def clear_injections() -> None:
 _kept: list[object] = []
 
 
+def exchange(communicator: str, tag: int, data: bytes) -> list[bytes]:
+    """What each rank of a communicator sends, in the order of ranks. Blocks until all are there."""
+    sizes, buffers = (c_uint64 * 64)(), (ctypes.c_void_p * 64)()
+    ranks = LIBRARY.fakecann_exchange(communicator.encode(), c_uint64(tag), data, c_uint64(len(data)), sizes, buffers)
+    if ranks < 0:
+        raise EmulationError(recent_error())
+    received = [ctypes.string_at(buffers[i], sizes[i]) for i in range(ranks)]
+    for i in range(ranks):
+        LIBRARY.fakecann_free(ctypes.c_void_p(buffers[i]))
+    return received
+
+
 def set_hooks(graph: Callable[[int, int, int], int], operator: Callable[..., int]) -> None:
     _kept[:] = [GraphHook(graph), OperatorHook(operator)]  # ctypes does not keep callbacks alive
     LIBRARY.fakecann_set_graph_hook(_kept[0])

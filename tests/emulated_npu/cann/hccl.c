@@ -39,9 +39,11 @@ typedef struct Comm {
     Header *header; /* NULL for a communicator of one */
     char *slots;
     char name[64];
+    struct Comm *next;
 } Comm;
-enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, SCATTER, ALL_TO_ALL, BARRIER };
-static const char *const kind_names[] = {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "Scatter", "AlltoAll", "Barrier"};
+static Comm *comms; /* operators that communicate themselves name their communicator */
+enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, OPERATOR, SCATTER, ALL_TO_ALL, BARRIER };
+static const char *const kind_names[] = {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "an operator", "Scatter", "AlltoAll", "Barrier"};
 
 static int32_t broken(int32_t code, const char *text) {
     fail(ACL_ERROR_RT_INTERNAL_ERROR, "HCCL: %s", text);
@@ -99,6 +101,8 @@ EXPORT int32_t HcclCommInitRootInfo(uint32_t n, const void *info, uint32_t rank,
         if (!rank) shm_unlink(comm->name);
         if (error) return error;
     }
+    comm->next = comms;
+    comms = comm;
     *out = comm;
     return HCCL_SUCCESS;
 }
@@ -108,6 +112,9 @@ EXPORT int32_t HcclCommInitRootInfoConfig(uint32_t n, const void *info, uint32_t
 }
 EXPORT int32_t HcclCommDestroy(HcclComm handle) {
     Comm *comm = handle;
+    Comm **link = &comms;
+    while (*link && *link != comm) link = &(*link)->next;
+    if (*link) *link = comm->next;
     if (comm->header) munmap(comm->header, sizeof(Header) + comm->n * SLOT);
     free(comm);
     return HCCL_SUCCESS;
@@ -172,6 +179,30 @@ static void release(Comm *comm, char **all) {
     for (uint32_t i = 0; i < comm->n; i++) free(all[i]);
     free(all);
 }
+
+/* For operators that communicate (numerics in Python): every rank of the named communicator gets what each one sends.
+ * tag: the same on all ranks, else an error. Returns the number of ranks, or -1; the buffers are freed by the caller. */
+EXPORT int32_t fakecann_exchange(const char *name, uint64_t tag, const void *send, uint64_t bytes, uint64_t *sizes, void **buffers) {
+    Comm *comm = comms;
+    while (comm && strcmp(comm->name, name)) comm = comm->next;
+    if (!comm) {
+        broken(HCCL_E_PARA, "an operator names a communicator that does not exist");
+        return -1;
+    }
+    char *packet = malloc(bytes + sizeof bytes);
+    memcpy(packet, &bytes, sizeof bytes);
+    memcpy(packet + sizeof bytes, send, bytes);
+    char **all = exchange(comm, (Descriptor){OPERATOR, bytes + sizeof bytes, tag, 0}, packet, false);
+    free(packet);
+    if (!all) return -1;
+    for (uint32_t i = 0; i < comm->n; i++) {
+        memcpy(&sizes[i], all[i], sizeof(uint64_t));
+        buffers[i] = memmove(all[i], all[i] + sizeof(uint64_t), sizes[i]);
+    }
+    free(all);
+    return (int32_t)comm->n;
+}
+EXPORT void fakecann_free(void *buffer) { free(buffer); }
 
 /* ---- reductions ---- */
 static size_t width(uint64_t dtype) {

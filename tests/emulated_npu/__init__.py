@@ -12,7 +12,9 @@ def install() -> None:
 
     aclnn.load()
     library.set_hooks(graphs.graph_hook, aclnn.hook)
-    torch.npu.set_compile_mode(jit_compile=False)  # otherwise torch_npu takes the older aclop path, which has no references
+    torch.npu.set_compile_mode(
+        jit_compile=False
+    )  # otherwise torch_npu takes the older aclop path, which has no references
     torch.empty(1, device="npu")  # the device must be initialised before its kernels are replaced
     aten.install()
     atb.install()

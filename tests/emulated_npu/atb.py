@@ -13,7 +13,9 @@ def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, c: torch.Tensor)
     c.add_(x.float().t() @ weight.float() if x.shape[0] == weight.shape[0] else x.float() @ weight.float())
 
 
-def _npu_reshape_and_cache(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor) -> None:
+def _npu_reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
     kept = slots >= 0
     for source, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:])[slots[kept].long()] = source[kept].view(-1, *cache.shape[2:])

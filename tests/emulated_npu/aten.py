@@ -22,9 +22,20 @@ OWN = re.compile(
     r"|unfold|get_storage_size|unsafe_empty|npu_|_to_copy$|contiguous|alias|detach|data_ptr|copy_memory_)"
 )
 #: These accept tensors on the host beside tensors on the device.
-MIXES = re.compile(r"aten::(copy_|_foreach_copy_|index|_index_put|index_put|_local_scalar|_copy_from|set_|_unsafe_index)")
+MIXES = re.compile(
+    r"aten::(copy_|_foreach_copy_|index|_index_put|index_put|_local_scalar|_copy_from|set_|_unsafe_index)"
+)
 #: These bring device memory to the host whatever their arguments.
-HOST_READS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal", "is_nonzero"}
+HOST_READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+    "unique_consecutive",
+    "equal",
+    "is_nonzero",
+}
 _library: list[torch.library.Library] = []
 
 
@@ -72,7 +83,9 @@ class _Call:
                 self.pairs[id(view)] = (view, value)
                 return view
             if self.strict and value.dim() > 0 and value.device.type == "cpu":
-                raise EmulationError(f"{self.name}: Expected all tensors to be on the same device, but found a CPU tensor of shape {list(value.shape)}")
+                raise EmulationError(
+                    f"{self.name}: Expected all tensors to be on the same device, but found a CPU tensor of shape {list(value.shape)}"
+                )
             return value
         if isinstance(value, torch.device):
             if value.type == "npu":
@@ -166,8 +179,14 @@ def _fill(cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], ou
     return values[0] if len(values) == 1 else values
 
 
-def _record(cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], call: _Call, result: Any, returned: Any) -> None:
-    fresh = [(i, memory.host(t)) for i, (r, t) in enumerate(zip(_tensors(result), _tensors(returned), strict=True)) if id(r) not in call.pairs]
+def _record(
+    cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], call: _Call, result: Any, returned: Any
+) -> None:
+    fresh = [
+        (i, memory.host(t))
+        for i, (r, t) in enumerate(zip(_tensors(result), _tensors(returned), strict=True))
+        if id(r) not in call.pairs
+    ]
 
     def again() -> None:
         computed = _tensors(cpu(*given, **options))
@@ -185,7 +204,9 @@ def _poisoned(name: str) -> Callable[..., Any]:
     def kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
         tensor: torch.Tensor = own.call_boxed(keys, *arguments, **keywords)
         if tensor.device.type == "npu" and tensor.numel() and not graphs.capturing():
-            whole = memory.view(tensor.untyped_storage().data_ptr(), torch.uint8, (tensor.untyped_storage().nbytes(),), (1,))
+            whole = memory.view(
+                tensor.untyped_storage().data_ptr(), torch.uint8, (tensor.untyped_storage().nbytes(),), (1,)
+            )
             whole.fill_(0xFF)
         return tensor
 
@@ -203,7 +224,13 @@ def install() -> int:
         if not name.startswith("aten::") or OWN.match(name):
             continue
         ours = _has_kernel(name, "PrivateUse1")
-        if not (_has_kernel(name, "CPU") or (ours and (_has_kernel(name, "CompositeExplicitAutograd") or _has_kernel(name, "CompositeImplicitAutograd")))):
+        if not (
+            _has_kernel(name, "CPU")
+            or (
+                ours
+                and (_has_kernel(name, "CompositeExplicitAutograd") or _has_kernel(name, "CompositeImplicitAutograd"))
+            )
+        ):
             continue  # a composite that torch_npu leaves alone decomposes by itself
         base, _, overload = name.partition(".")
         try:

@@ -16,10 +16,20 @@ from pathlib import Path
 
 SOURCES = Path(__file__).with_name("cann")
 #: The libraries that torch_npu, op-plugin and vllm-ascend load by name. One file serves them all.
-SONAMES = (
-    "libascendcl.so libhccl.so libopapi.so libnnopbase.so libacl_op_compiler.so libge_runner.so libgraph.so libatb.so "
-    "libacl_tdt_channel.so libfmk_parser.so libascend_protobuf.so libruntime.so"
-).split()
+SONAMES = [
+    "libascendcl.so",
+    "libhccl.so",
+    "libopapi.so",
+    "libnnopbase.so",
+    "libacl_op_compiler.so",
+    "libge_runner.so",
+    "libgraph.so",
+    "libatb.so",
+    "libacl_tdt_channel.so",
+    "libfmk_parser.so",
+    "libascend_protobuf.so",
+    "libruntime.so",
+]
 #: Saves what the caller passed (System V ABI, x86_64): six integer registers, eight floating-point registers; the rest
 #: lies on the stack behind the return address. Then calls TARGET(name, integers, doubles, stack).
 TRAMPOLINE = """
@@ -74,7 +84,9 @@ def aclnn_operators(wheel: Path) -> list[str]:
     text = (wheel / "lib/libtorch_npu.so").read_bytes()
     found = {m.decode() for m in re.findall(rb"\0(aclnn[A-Z]\w+)(?=\0)", text)}
     found |= {m.decode() for m in re.findall(rb"(?<=\0)(aclnn[A-Z]\w+)\0", text)}
-    return sorted({name.removesuffix("GetWorkspaceSize") for name in found} - {"aclnnNpuFormatCastCalculateSizeAndFormat"})
+    return sorted(
+        {name.removesuffix("GetWorkspaceSize") for name in found} - {"aclnnNpuFormatCastCalculateSizeAndFormat"}
+    )
 
 
 def _operator_entries(names: list[str]) -> str:
@@ -82,8 +94,13 @@ def _operator_entries(names: list[str]) -> str:
     lines.append(TRAMPOLINE.format(label="execute_entry", target="fakecann_execute"))
     for i, name in enumerate(names):
         only_asks = name.endswith("GetMaxWorkspaceSize")  # has one phase, that of the workspace
-        for symbol, entry in ((name, "workspace_entry" if only_asks else "execute_entry"), (name + "GetWorkspaceSize", "workspace_entry")):
-            lines.append(f".globl {symbol}\n.type {symbol}, @function\n{symbol}:\n    leaq .Lname{i}(%rip), %rax\n    jmp {entry}")
+        for symbol, entry in (
+            (name, "workspace_entry" if only_asks else "execute_entry"),
+            (name + "GetWorkspaceSize", "workspace_entry"),
+        ):
+            lines.append(
+                f".globl {symbol}\n.type {symbol}, @function\n{symbol}:\n    leaq .Lname{i}(%rip), %rax\n    jmp {entry}"
+            )
     lines.append(".section .rodata")
     lines += [f'.Lname{i}: .string "{name}"' for i, name in enumerate(names)]
     lines.append('.section .note.GNU-stack, "", @progbits\n')
@@ -95,7 +112,18 @@ def build(wheel: Path, torch_lib: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{wheel / 'include/third_party' / part}" for part in ("acl/inc", "hccl/inc")]
     library = out / "libfakecann.so"
-    compile_ = ["gcc", "-std=gnu11", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-fvisibility=hidden"]
+    compile_ = [
+        "gcc",
+        "-std=gnu11",
+        "-O2",
+        "-g",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unused-function",
+        "-fvisibility=hidden",
+    ]
     sources = sorted(SOURCES.glob("*.c"))
     objects = []
     for source in sources:
@@ -105,7 +133,9 @@ def build(wheel: Path, torch_lib: Path, out: Path) -> None:
     implemented = {line.split()[2] for line in defined.splitlines() if len(line.split()) == 3}
     stubs = sorted(missing_symbols(wheel, torch_lib) - implemented)
     unlisted = out / "unlisted.c"
-    body = "".join(f'__attribute__((visibility("default"))) void {n}(void) {{ fakecann_unlisted("{n}"); }}\n' for n in stubs)
+    body = "".join(
+        f'__attribute__((visibility("default"))) void {n}(void) {{ fakecann_unlisted("{n}"); }}\n' for n in stubs
+    )
     unlisted.write_text("void fakecann_unlisted(const char *);\n" + body)
     entries = out / "operators.S"
     entries.write_text(_operator_entries(aclnn_operators(wheel)))

@@ -44,12 +44,27 @@ def kernel(namespace: str, name: str, references: dict[str, Reference]) -> Calla
             recorder.note(namespace, name, arguments, keywords)
         positional, named = [_host(a) for a in arguments], {k: _host(v) for k, v in keywords.items()}
         result = references[name](*positional, **named)
-        device = next((t.device for t in _tensors([*arguments, *keywords.values()]) if t.device.type == "npu"), aten.current_device())
-        inputs = {id(h): d for h, d in zip(_tensors([*positional, *named.values()]), _tensors([*arguments, *keywords.values()]), strict=True)}
+        device = next(
+            (t.device for t in _tensors([*arguments, *keywords.values()]) if t.device.type == "npu"),
+            aten.current_device(),
+        )
+        inputs = {
+            id(h): d
+            for h, d in zip(
+                _tensors([*positional, *named.values()]), _tensors([*arguments, *keywords.values()]), strict=True
+            )
+        }
         given = result if isinstance(result, tuple) else (result,)
-        out = [r if not isinstance(r, torch.Tensor) else inputs[id(r)] if id(r) in inputs else memory.to_device(r, device) for r in given]
+        out = [
+            r if not isinstance(r, torch.Tensor) else inputs[id(r)] if id(r) in inputs else memory.to_device(r, device)
+            for r in given
+        ]
         if graphs.state.capture is not None or graphs.state.update is not None:
-            fresh = [(i, memory.host(o)) for i, (o, r) in enumerate(zip(out, given, strict=True)) if isinstance(r, torch.Tensor) and id(r) not in inputs]
+            fresh = [
+                (i, memory.host(o))
+                for i, (o, r) in enumerate(zip(out, given, strict=True))
+                if isinstance(r, torch.Tensor) and id(r) not in inputs
+            ]
 
             def again() -> None:
                 computed = references[name](*positional, **named)

@@ -63,7 +63,13 @@ def cache() -> Path:
 def _key() -> str:
     """Changes with everything that goes into the overlay."""
     digest = hashlib.sha256(f"{sys.executable} {VLLM_ASCEND_SHA256} {HERE}".encode())
-    for path in [HERE / "requirements.txt", HERE / "build.py", HERE / "schemas.py", HERE / "environment.py", *sorted((HERE / "cann").iterdir())]:
+    for path in [
+        HERE / "requirements.txt",
+        HERE / "build.py",
+        HERE / "schemas.py",
+        HERE / "environment.py",
+        *sorted((HERE / "cann").iterdir()),
+    ]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -75,14 +81,33 @@ def _run(command: list[str | Path], what: str) -> None:
 
 
 def _wheels(python: Path) -> None:
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--no-compile", "--target", python]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        "--no-compile",
+        "--target",
+        python,
+    ]
     _run([*pip, "-r", HERE / "requirements.txt"], "installing tests/emulated_npu/requirements.txt")
 
 
 def _source_distribution(work: Path) -> Path:
     """Downloads, checks and unpacks vllm-ascend; returns the folder."""
     index = os.environ.get("PIP_INDEX_URL")
-    command: list[str | Path] = [sys.executable, "-m", "unearth", f"vllm-ascend=={VLLM_ASCEND}", "--no-binary", "--download", work]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "unearth",
+        f"vllm-ascend=={VLLM_ASCEND}",
+        "--no-binary",
+        "--download",
+        work,
+    ]
     _run([*command, *(["--index-url", index] if index else [])], f"downloading vllm-ascend {VLLM_ASCEND}")
     archive = next(work.glob("vllm_ascend-*.tar.gz"))
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
@@ -117,7 +142,9 @@ def _build(overlay: Path) -> None:
         shutil.copytree(source / indexer, overlay / "vllm_ascend_tests" / "quant_lightning_indexer")
         schemas.write(source / "csrc" / "torch_binding.cpp", overlay / "c_ascend_schemas.json")
     # The one file that its build would add: which operators the hardware has.
-    (python / "vllm_ascend" / "_build_info.py").write_text("import os\n__device_type__ = os.environ.get('EMULATED_NPU_DEVICE_TYPE', 'A2')\n")
+    (python / "vllm_ascend" / "_build_info.py").write_text(
+        "import os\n__device_type__ = os.environ.get('EMULATED_NPU_DEVICE_TYPE', 'A2')\n"
+    )
     shutil.copytree(HERE / "shims" / "acl", python / "acl")
     # What a build with VLLM_TARGET_DEVICE=empty reports; "cpu" in the version would make vLLM look for Triton-CPU.
     _distribution(python, "vllm", f"{VLLM}+empty")
@@ -157,7 +184,11 @@ def prepare() -> Path:
 
 def variables(overlay: Path, devices: int = 1, device_type: str = "A2") -> dict[str, str]:
     """Environment of a process that shall see the device. device_type: A2 or A3."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_PLUGINS", "FAKE_", "ASCEND_")) and k not in ("PYTHONPATH", "LD_PRELOAD")}
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("VLLM_PLUGINS", "FAKE_", "ASCEND_")) and k not in ("PYTHONPATH", "LD_PRELOAD")
+    }
     return inherited | {
         "EMULATED_NPU": str(overlay),
         "EMULATED_NPU_DEVICE_TYPE": device_type,
@@ -179,4 +210,4 @@ def variables(overlay: Path, devices: int = 1, device_type: str = "A2") -> dict[
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HOST_IP": "127.0.0.1",
         "HCCL_IF_IP": "127.0.0.1",
-    }  # fmt: skip
+    }

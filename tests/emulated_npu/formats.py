@@ -56,7 +56,9 @@ def write_nz(target: Any, source: torch.Tensor) -> None:
 
     tiles = to_nz(source)
     if tuple(tiles.shape) != tuple(target.storage):
-        raise EmulationError(f"FRACTAL_NZ storage of {list(source.shape)} is {list(tiles.shape)}, not {list(target.storage)}")
+        raise EmulationError(
+            f"FRACTAL_NZ storage of {list(source.shape)} is {list(tiles.shape)}, not {list(target.storage)}"
+        )
     note_cast(target.address)
     memory.view(target.address, target.dtype, tuple(tiles.shape), tuple(tiles.stride())).copy_(tiles)
 
@@ -87,4 +89,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_plain(operator: str, tensor: torch.Tensor) -> None:
     if _cast_at and operator not in WHOLE and is_nz(tensor):
-        raise EmulationError(f"{operator}: a FRACTAL_NZ tensor of shape {list(tensor.shape)} was used as if it were row-major")
+        raise EmulationError(
+            f"{operator}: a FRACTAL_NZ tensor of shape {list(tensor.shape)} was used as if it were row-major"
+        )

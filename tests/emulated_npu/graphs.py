@@ -97,7 +97,9 @@ def record(run: Kernel, *tensors: torch.Tensor) -> bool:
 def check_launch(stream: int) -> None:
     """Called before work starts while a replay waits."""
     if state.update is None and any(r.stream == stream for r in waiting):
-        raise EmulationError("work was launched behind a replayed graph that waits for the update of its task groups (replay before update)")
+        raise EmulationError(
+            "work was launched behind a replayed graph that waits for the update of its task groups (replay before update)"
+        )
 
 
 def check_host_read() -> None:
@@ -105,7 +107,9 @@ def check_host_read() -> None:
     if capturing():
         raise EmulationError("host read of device memory during graph capture")
     if waiting:
-        raise EmulationError("the host waits for a replayed graph whose task groups nobody has updated (replay before update)")
+        raise EmulationError(
+            "the host waits for a replayed graph whose task groups nobody has updated (replay before update)"
+        )
 
 
 def _run(node: Node) -> None:

@@ -63,7 +63,9 @@ def view(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tupl
     if 0 in sizes:
         return torch.empty(sizes, dtype=dtype)
     segment = segment_of(address)
-    return torch.empty(0, dtype=dtype).set_(segment.storage, (address - segment.begin) // dtype.itemsize, sizes, strides)
+    return torch.empty(0, dtype=dtype).set_(
+        segment.storage, (address - segment.begin) // dtype.itemsize, sizes, strides
+    )
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:

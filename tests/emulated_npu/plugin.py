@@ -33,7 +33,9 @@ _refused: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "emulated_npu(devices, device_type, fresh): runs in a process that sees the emulated NPU")
+    config.addinivalue_line(
+        "markers", "emulated_npu(devices, device_type, fresh): runs in a process that sees the emulated NPU"
+    )
     global _config
     _config = config
 
@@ -62,7 +64,12 @@ def _group(item: pytest.Item) -> tuple[Any, ...]:
     marker = item.get_closest_marker("emulated_npu")
     assert marker is not None
     options = marker.kwargs
-    return (item.path, options.get("devices", 1), options.get("device_type", "A2"), item.nodeid if options.get("fresh") else "")
+    return (
+        item.path,
+        options.get("devices", 1),
+        options.get("device_type", "A2"),
+        item.nodeid if options.get("fresh") else "",
+    )
 
 
 def _run(group: tuple[Any, ...], nodes: list[str], overlay: Path) -> None:
@@ -73,10 +80,27 @@ def _run(group: tuple[Any, ...], nodes: list[str], overlay: Path) -> None:
             reports = Path(folder) / "reports"
             reports.touch()
             variables = environment.variables(overlay, devices, device_type) | {_INSIDE: str(reports)}
-            command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "emulated_npu", *todo]
+            command = [
+                sys.executable,
+                "-X",
+                "faulthandler",
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "emulated_npu",
+                *todo,
+            ]
             with open(Path(folder) / "output", "w+") as output:
                 process = subprocess.Popen(
-                    command, env=variables, cwd=_config.rootpath, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                    command,
+                    env=variables,
+                    cwd=_config.rootpath,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
                 try:
                     code = process.wait(_TIMEOUT)
@@ -102,7 +126,9 @@ def _run(group: tuple[Any, ...], nodes: list[str], overlay: Path) -> None:
 
 
 def _crash(node: str, text: str) -> dict[str, Any]:
-    report = pytest.TestReport(nodeid=node, location=("", 0, node), keywords={}, outcome="failed", longrepr=text, when="call")
+    report = pytest.TestReport(
+        nodeid=node, location=("", 0, node), keywords={}, outcome="failed", longrepr=text, when="call"
+    )
     data: dict[str, Any] = _config.hook.pytest_report_to_serializable(config=_config, report=report)
     return data
 
@@ -129,7 +155,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return None
     if item.nodeid not in _reports:
         group = _group(item)
-        same = [i.nodeid for i in item.session.items if i.get_closest_marker("emulated_npu") is not None and _group(i) == group]
+        same = [
+            i.nodeid
+            for i in item.session.items
+            if i.get_closest_marker("emulated_npu") is not None and _group(i) == group
+        ]
         _run(group, same, overlay)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for data in _reports[item.nodeid]:

@@ -12,7 +12,11 @@ pytestmark = [pytest.mark.long, pytest.mark.emulated_npu]
 def tensors(device):
     g = torch.Generator().manual_seed(1)
     random = lambda *sizes: torch.randn(*sizes, generator=g)  # noqa: E731
-    made = {"embedding": random(100, 64).bfloat16(), "gain": random(64).bfloat16(), "weight": random(64, 96).bfloat16() * 0.1}
+    made = {
+        "embedding": random(100, 64).bfloat16(),
+        "gain": random(64).bfloat16(),
+        "weight": random(64, 96).bfloat16() * 0.1,
+    }
     return {k: v.to(device) for k, v in made.items()}
 
 
@@ -36,14 +40,32 @@ def a_small_model(device):
     torch.index_select(b, 0, slots, out=cache[:12])
     m = torch.where(cache > 0, cache, torch.zeros((), dtype=torch.bfloat16, device=device))
     return {
-        "x": x, "z": z, "a": a, "o": o, "values": values, "indices": indices, "cache": cache, "m": m, "row": m[indices[:, 0] % 20],
-        "sorted": torch.sort(values.flatten())[0], "nonzero": torch.nonzero(m[0] > 0), "cumsum": m.float().cumsum(0), "max": m.max(dim=1)[0],
-        "argmax": o.argmax(-1), "einsum": torch.einsum("hqd,hkd->hqk", q.float(), k.float()), "masked": o[o > 0], "unique": torch.unique(ids % 5),
-        "bincount": torch.bincount(ids % 5), "isin": torch.isin(ids, slots), "repeat": torch.repeat_interleave(slots, 2),
-        "silu": F.silu(o) * torch.sigmoid(o), "tril": torch.ones(4, 4, device=device).tril(), "linspace": torch.linspace(0, 1, 7, device=device),
+        "x": x,
+        "z": z,
+        "a": a,
+        "o": o,
+        "values": values,
+        "indices": indices,
+        "cache": cache,
+        "m": m,
+        "row": m[indices[:, 0] % 20],
+        "sorted": torch.sort(values.flatten())[0],
+        "nonzero": torch.nonzero(m[0] > 0),
+        "cumsum": m.float().cumsum(0),
+        "max": m.max(dim=1)[0],
+        "argmax": o.argmax(-1),
+        "einsum": torch.einsum("hqd,hkd->hqk", q.float(), k.float()),
+        "masked": o[o > 0],
+        "unique": torch.unique(ids % 5),
+        "bincount": torch.bincount(ids % 5),
+        "isin": torch.isin(ids, slots),
+        "repeat": torch.repeat_interleave(slots, 2),
+        "silu": F.silu(o) * torch.sigmoid(o),
+        "tril": torch.ones(4, 4, device=device).tril(),
+        "linspace": torch.linspace(0, 1, 7, device=device),
         "sdpa": F.scaled_dot_product_attention(q[None].float(), k[None].float(), k[None].float(), is_causal=True),
         "conv": F.conv2d(torch.ones(1, 1, 4, 4, device=device), torch.ones(1, 1, 3, 3, device=device)),
-    }  # fmt: skip
+    }
 
 
 @torch.inference_mode()
@@ -57,7 +79,8 @@ def test_the_same_bits_as_the_cpu():
 def test_views_share_memory():
     x = torch.zeros(4, 4, device="npu")
     x.t()[1:, ::2].fill_(3)
-    assert x.sum().item() == 18 and x[0, 1].item() == 3
+    assert x.sum().item() == 18
+    assert x[0, 1].item() == 3
     y = torch.arange(4.0, device="npu")
     torch.cumsum(y, 0, out=y)
     assert y.tolist() == [0, 1, 3, 6]
@@ -71,18 +94,23 @@ def test_random_numbers_follow_the_seed():
     a = torch.randn(4, device="npu")
     torch.npu.manual_seed(3)
     b, c = torch.randn(4, device="npu"), torch.randn(4, device="npu")
-    assert torch.equal(a, b) and not torch.equal(b, c)
+    assert torch.equal(a, b)
+    assert not torch.equal(b, c)
     g = torch.Generator(device="npu")
     g.manual_seed(5)
     first = torch.empty(4, device="npu").exponential_(generator=g)
     second = torch.empty(4, device="npu").exponential_(generator=g)
     g.manual_seed(5)
-    assert torch.equal(first, torch.empty(4, device="npu").exponential_(generator=g)) and not torch.equal(first, second)
+    assert torch.equal(first, torch.empty(4, device="npu").exponential_(generator=g))
+    assert not torch.equal(first, second)
 
 
 def test_all_threads_are_served():
     results = []
-    threads = [threading.Thread(target=lambda i=i: results.append((torch.full((3,), float(i), device="npu") * 2).sum().item())) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: results.append((torch.full((3,), float(i), device="npu") * 2).sum().item()))
+        for i in range(4)
+    ]
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert sorted(results) == [0, 6, 12, 18]
@@ -102,8 +130,12 @@ def test_two_npus_do_not_mix():
     import sys
 
     code = "import torch; print((torch.ones(2, device='npu:0') + torch.ones(2, device='npu:1')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "FAKE_NPU_COUNT": "2"})
-    assert "npu:0" in done.stderr and "npu:1" in done.stderr and done.returncode == 1
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "FAKE_NPU_COUNT": "2"}
+    )
+    assert "npu:0" in done.stderr
+    assert "npu:1" in done.stderr
+    assert done.returncode == 1
 
 
 def test_poison_shows_a_reader_of_unwritten_memory():

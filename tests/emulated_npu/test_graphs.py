@@ -115,7 +115,6 @@ def test_replay_before_update_is_noticed():
 
 def test_a_group_must_be_closed():
     graph = torch.npu.NPUGraph()
-    with pytest.raises(RuntimeError, match="task group"):
-        with torch.npu.graph(graph, stream=torch.npu.Stream()):
-            torch.npu.graph_task_group_begin(torch.npu.current_stream())
-            torch.npu.graph_task_group_begin(torch.npu.current_stream())
+    with pytest.raises(RuntimeError, match="task group"), torch.npu.graph(graph, stream=torch.npu.Stream()):
+        torch.npu.graph_task_group_begin(torch.npu.current_stream())
+        torch.npu.graph_task_group_begin(torch.npu.current_stream())

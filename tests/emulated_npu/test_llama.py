@@ -50,7 +50,8 @@ def test_one_device(tmp_path, monkeypatch, runner, graphs):
     check(found)
     if graphs:
         counts = found["graphs"]
-        assert counts["captures"] == 3 and counts["replays"] == 7
+        assert counts["captures"] == 3
+        assert counts["replays"] == 7
         assert counts["updates"] == counts["replays"] * 2, "one task group per layer and step"
 
 

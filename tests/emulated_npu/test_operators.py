@@ -33,7 +33,12 @@ def within_ulp(found, wanted, ulps=2):
 
 # ---- hyper-connections ----
 def mixed(tokens=9, width=128, dtype=torch.bfloat16):
-    return torch.randn(tokens, 4, width).to(dtype), torch.randn(24, 4 * width) * 0.05, torch.rand(3) * 2, torch.rand(24) * 2
+    return (
+        torch.randn(tokens, 4, width).to(dtype),
+        torch.randn(24, 4 * width) * 0.05,
+        torch.rand(3) * 2,
+        torch.rand(24) * 2,
+    )
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -51,11 +56,21 @@ def test_hc_pre_as_rc2s_reference(given):
 
 def test_hc_pre_within_the_kernels_arithmetic():
     """rc2's golden of the kernel multiplies in HF32 (10 mantissa bits, towards zero): the distance it allows itself."""
-    names = {"FP32_MANTISSA_BITS": 23, "HF32_MANTISSA_BITS": 10, "NORM_EPS": 1e-6, "HC_EPS": 1e-6, "HC_MULT": 4, "HC_SINKHORN_ITERS": 20}
+    names = {
+        "FP32_MANTISSA_BITS": 23,
+        "HF32_MANTISSA_BITS": 10,
+        "NORM_EPS": 1e-6,
+        "HC_EPS": 1e-6,
+        "HC_MULT": 4,
+        "HC_SINKHORN_ITERS": 20,
+    }
     theirs = functions(OPS + "test_npu_hc_pre.py", **names)
     x, fn, scale, base = mixed()
     pre_mix = torch.rand(9, 4)
-    found, wanted = hyper_connections.npu_hc_pre_v3(x, fn, scale, base, pre_mix), theirs._hc_pre_cpu(x, fn, scale, base, pre_mix)
+    found, wanted = (
+        hyper_connections.npu_hc_pre_v3(x, fn, scale, base, pre_mix),
+        theirs._hc_pre_cpu(x, fn, scale, base, pre_mix),
+    )
     for a, b, bound in zip(found, wanted, (4e-3, 2e-3, 2e-3, 2e-3), strict=True):
         assert ((a.float() - b.float()).abs() <= bound * b.float().abs().clamp_min(1)).float().mean() > 0.98
 
@@ -65,7 +80,9 @@ def test_hyper_connections_as_golden():
     residual, out = u["stream"][0], u["sublayer_out"][0]
     found = hyper_connections.npu_hc_post(out, residual, u["layer0.post"][0], u["layer0.comb"][0])
     assert within_ulp(found, u["hc_post"][0])
-    theirs = functions("deepseek_v41_utils.py").hc_post_reference(out.float(), residual.float(), u["layer0.post"][0], u["layer0.comb"][0])
+    theirs = functions("deepseek_v41_utils.py").hc_post_reference(
+        out.float(), residual.float(), u["layer0.post"][0], u["layer0.comb"][0]
+    )
     assert within_ulp(found, theirs)
 
 
@@ -88,10 +105,21 @@ def paged(requests, width, rows=16, blocks=40):
 def mla_call(q, lengths, queries, window, table, cache, sinks, **more):
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     return attention.npu_sparse_flash_mla(
-        q, ori_kv=cache, ori_block_table=table, cu_seqlens_q=starts, seqused_ori_kv=torch.tensor(lengths, dtype=torch.int32), sinks=sinks,
-        metadata=torch.zeros(1024, dtype=torch.int32), softmax_scale=q.shape[-1] ** -0.5, ori_mask_mode=4, ori_win_left=window - 1, ori_win_right=0,
-        layout_q="TND", layout_kv="PA_BBND", **more,
-    )[0]  # fmt: skip
+        q,
+        ori_kv=cache,
+        ori_block_table=table,
+        cu_seqlens_q=starts,
+        seqused_ori_kv=torch.tensor(lengths, dtype=torch.int32),
+        sinks=sinks,
+        metadata=torch.zeros(1024, dtype=torch.int32),
+        softmax_scale=q.shape[-1] ** -0.5,
+        ori_mask_mode=4,
+        ori_win_left=window - 1,
+        ori_win_right=0,
+        layout_q="TND",
+        layout_kv="PA_BBND",
+        **more,
+    )[0]
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])
@@ -103,7 +131,9 @@ def test_sparse_attention_as_rc2s_reference(ratio):
     positions = torch.cat([torch.arange(n - k, n) for n, k in zip(lengths, queries, strict=True)])
     q, sinks = torch.randn(sum(queries), heads, width).bfloat16(), torch.randn(heads)
     starts = torch.tensor([0, *queries]).cumsum(0)
-    metadata = SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor(lengths), block_table=table, storage_block_size=16)
+    metadata = SimpleNamespace(
+        query_start_loc=starts, seq_lens=torch.tensor(lengths), block_table=table, storage_block_size=16
+    )
     more, theirs_more = {}, {}
     if ratio:
         used = [n // ratio for n in lengths]
@@ -114,17 +144,26 @@ def test_sparse_attention_as_rc2s_reference(ratio):
             chosen = torch.randperm(visible)[: topk - 2].sort()[0].int()
             picked[t, 0, : len(chosen)] = chosen
         more = {
-            "cmp_kv": compressed, "cmp_block_table": compressed_table, "cmp_sparse_indices": picked, "cmp_ratio": ratio, "cmp_mask_mode": 3,
+            "cmp_kv": compressed,
+            "cmp_block_table": compressed_table,
+            "cmp_sparse_indices": picked,
+            "cmp_ratio": ratio,
+            "cmp_mask_mode": 3,
             "seqused_cmp_kv": torch.tensor(used, dtype=torch.int32),
-        }  # fmt: skip
+        }
         if ratio == 2:
             more["cmp_residual_kv"] = torch.tensor([n % 2 for n in lengths], dtype=torch.int32)
         source = SimpleNamespace(cache_seq_lens=used, block_table=compressed_table, storage_block_size=16)
-        theirs_more = {"source_cache": compressed, "source_metadata": source, "compress_ratio": ratio, "compressed_indices": picked[:, 0]}
+        theirs_more = {
+            "source_cache": compressed,
+            "source_metadata": source,
+            "compress_ratio": ratio,
+            "compressed_indices": picked[:, 0],
+        }
     found = mla_call(q, lengths, queries, window, table, cache, sinks, **more)
     wanted = theirs.small_op_attention(
         q, positions, cache, metadata, window_size=window, sinks=sinks, softmax_scale=width**-0.5, **theirs_more
-    )  # fmt: skip
+    )
     assert within_ulp(found, wanted, 1)
 
 
@@ -141,10 +180,20 @@ def test_sparse_attention_as_golden():
         kept = row[row >= 0]
         listed[t, 0, : len(kept)], counts[t, 0] = kept, len(kept)
     out, _ = attention.npu_sparse_flash_mla(
-        u["q"].flatten(0, 1), ori_kv=pages, ori_block_table=table, cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32) * tokens,
-        seqused_ori_kv=torch.full((batch,), total, dtype=torch.int32), ori_sparse_indices=listed, ori_topk_length=counts, sinks=u["attn_sink"],
-        metadata=torch.zeros(1024, dtype=torch.int32), softmax_scale=float(u["softmax_scale"]), ori_mask_mode=0, layout_q="TND", layout_kv="PA_BBND",
-    )  # fmt: skip
+        u["q"].flatten(0, 1),
+        ori_kv=pages,
+        ori_block_table=table,
+        cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32) * tokens,
+        seqused_ori_kv=torch.full((batch,), total, dtype=torch.int32),
+        ori_sparse_indices=listed,
+        ori_topk_length=counts,
+        sinks=u["attn_sink"],
+        metadata=torch.zeros(1024, dtype=torch.int32),
+        softmax_scale=float(u["softmax_scale"]),
+        ori_mask_mode=0,
+        layout_q="TND",
+        layout_kv="PA_BBND",
+    )
     assert within_ulp(out.view(batch, tokens, heads, width), u["out_fp32"])
 
 
@@ -162,32 +211,80 @@ def test_sparse_attention_refuses_other_forms():
 def test_index_selection_as_the_kernels_golden():
     """The CPU golden that vllm-ascend keeps beside the kernel: INT8, FP16 weights, ratio 2, paged."""
     theirs = indexer_golden()
-    parameters = (1, 4, 64, 4, 0, 32, 1, 128, 32, 2, "INT8", "FP16", "INT32", "[0,4]", None, None, "[64]", "[1]", 4, 2, "TND", "PA_BBND", 16, 3,
-                  "[-50,50]", "[-50,50]", "[0,1]", "[0,1]", "[0,1]", 2, 0, None)  # fmt: skip
+    parameters = (
+        1,
+        4,
+        64,
+        4,
+        0,
+        32,
+        1,
+        128,
+        32,
+        2,
+        "INT8",
+        "FP16",
+        "INT32",
+        "[0,4]",
+        None,
+        None,
+        "[64]",
+        "[1]",
+        4,
+        2,
+        "TND",
+        "PA_BBND",
+        16,
+        3,
+        "[-50,50]",
+        "[-50,50]",
+        "[0,1]",
+        "[0,1]",
+        "[0,1]",
+        2,
+        0,
+        None,
+    )
     d = theirs.generate_qliv2_test_data(parameters)
     rows, _, _ = indexer.npu_quant_lightning_indexer_v3(
-        d["query"], d["key"], d["weights"].half(), d["query_dequant_scale"].half(), d["key_dequant_scale"].half(), 16, 2,
-        cu_seqlens_q=d["cu_seqlens_query"].int(), seqused_k=d["seqused_k"].int(), cmp_residual_k=d["cmp_residual_k_for_npu"].int(),
-        block_table=d["block_table"].int(), metadata=torch.zeros(1024, dtype=torch.int32), cmp_ratio=2,
-    )  # fmt: skip
+        d["query"],
+        d["key"],
+        d["weights"].half(),
+        d["query_dequant_scale"].half(),
+        d["key_dequant_scale"].half(),
+        16,
+        2,
+        cu_seqlens_q=d["cu_seqlens_query"].int(),
+        seqused_k=d["seqused_k"].int(),
+        cmp_residual_k=d["cmp_residual_k_for_npu"].int(),
+        block_table=d["block_table"].int(),
+        metadata=torch.zeros(1024, dtype=torch.int32),
+        cmp_ratio=2,
+    )
     assert torch.equal(rows, d["cpu_result"])
 
 
 def index_inputs(lengths, queries, heads=8):
-    cache, table, contents = paged(lengths, 128)
+    cache, table, _contents = paged(lengths, 128)
     scale = torch.rand(*cache.shape[:3]).half() + 0.1
     key = (cache.float().nan_to_num(0) * 40).round().clamp(-127, 127).to(torch.int8)
     query = torch.randint(-127, 128, (sum(queries), heads, 128), dtype=torch.int8)
     weights, query_scale = torch.randn(sum(queries), heads).half(), torch.rand(sum(queries), heads).half() + 0.1
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     common = {
-        "cu_seqlens_q": starts, "seqused_k": torch.tensor(lengths, dtype=torch.int32), "block_table": table, "cmp_ratio": 1,
+        "cu_seqlens_q": starts,
+        "seqused_k": torch.tensor(lengths, dtype=torch.int32),
+        "block_table": table,
+        "cmp_ratio": 1,
         "metadata": torch.zeros(1024, dtype=torch.int32),
-    }  # fmt: skip
+    }
     scores = []
     for r, n in enumerate(lengths):
         positions = torch.arange(n)
-        k, s = attention.paged_rows(key, table[r], positions), scale[table[r][positions // 16].long(), positions % 16, 0]
+        k, s = (
+            attention.paged_rows(key, table[r], positions),
+            scale[table[r][positions // 16].long(), positions % 16, 0],
+        )
         part = slice(int(starts[r]), int(starts[r + 1]))
         scores.append(indexer.scores(query[part], k, weights[part] * query_scale[part], s))
     return (query, key, weights, query_scale, scale), common, scores
@@ -198,9 +295,18 @@ def test_two_level_selection_as_rc2s_reference():
     theirs = functions("deepseek_v41_utils.py")
     lengths, queries, topk, blocks, size = [150, 40], [6, 3], 16, 6, 8
     inputs, common, scores = index_inputs(lengths, queries)
-    _, _, candidates = indexer.npu_quant_lightning_indexer_v3(*inputs, topk, 2, **common, candidate_mode=1, candidate_topk_blocks=blocks, candidate_block_size=size)
+    _, _, candidates = indexer.npu_quant_lightning_indexer_v3(
+        *inputs, topk, 2, **common, candidate_mode=1, candidate_topk_blocks=blocks, candidate_block_size=size
+    )
     rows, _, _ = indexer.npu_quant_lightning_indexer_v3(
-        *inputs, topk, 2, **common, candidate_topk_index=candidates, candidate_mode=2, candidate_topk_blocks=blocks, candidate_block_size=size
+        *inputs,
+        topk,
+        2,
+        **common,
+        candidate_topk_index=candidates,
+        candidate_mode=2,
+        candidate_topk_blocks=blocks,
+        candidate_block_size=size,
     )
     t = 0
     for r, (n, q) in enumerate(zip(lengths, queries, strict=True)):
@@ -214,7 +320,10 @@ def test_two_level_selection_as_rc2s_reference():
             assert torch.equal(ours[:visible], mask[:visible])
             wanted = theirs.select_index_topk(logits.masked_fill(~mask, -torch.inf), visible, topk)
             finite = int((logits.masked_fill(~mask, -torch.inf) > -torch.inf).sum())
-            assert set(rows[t, 0][rows[t, 0] >= 0].tolist()) == set(wanted[wanted >= 0].tolist()[: max(finite, 0)]) or finite < topk
+            assert (
+                set(rows[t, 0][rows[t, 0] >= 0].tolist()) == set(wanted[wanted >= 0].tolist()[: max(finite, 0)])
+                or finite < topk
+            )
             t += 1
 
 
@@ -234,7 +343,9 @@ def test_skipping_the_candidate_stage_shows_in_selections():
     inputs, common, _ = index_inputs([150], [6])
     arguments = {"candidate_topk_blocks": 4, "candidate_block_size": 8}
     _, _, candidates = indexer.npu_quant_lightning_indexer_v3(*inputs, 16, 2, **common, candidate_mode=1, **arguments)
-    with_stage, _, _ = indexer.npu_quant_lightning_indexer_v3(*inputs, 16, 2, **common, candidate_topk_index=candidates, candidate_mode=2, **arguments)
+    with_stage, _, _ = indexer.npu_quant_lightning_indexer_v3(
+        *inputs, 16, 2, **common, candidate_topk_index=candidates, candidate_mode=2, **arguments
+    )
     without, _, _ = indexer.npu_quant_lightning_indexer_v3(*inputs, 16, 2, **common, candidate_mode=3)
     assert not torch.equal(with_stage.sort()[0], without.sort()[0])
 
@@ -243,9 +354,15 @@ def test_skipping_the_candidate_stage_shows_in_selections():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate_as_rc2s_reference(dtype):
     theirs = functions(OPS + "test_npu_moe_gating_top_k_hash.py", IMAGE_SENTINEL_LO=129257, IMAGE_SENTINEL_COUNT=5)
-    logits, bias, bias_vl = torch.randn(8, 64).to(dtype), (torch.randn(64) * 0.2).to(dtype), (torch.randn(64) * 0.2).to(dtype)
+    logits, bias, bias_vl = (
+        torch.randn(8, 64).to(dtype),
+        (torch.randn(64) * 0.2).to(dtype),
+        (torch.randn(64) * 0.2).to(dtype),
+    )
     ids = torch.tensor([11, 129257, 22, 129259, 33, 129261, 44, 129262])
-    weights, experts, _ = moe.moe_gating_top_k_hash(logits, 6, bias=bias, input_ids=ids, routed_scaling_factor=2.5, norm_type=2, bias_vl=bias_vl)
+    weights, experts, _ = moe.moe_gating_top_k_hash(
+        logits, 6, bias=bias, input_ids=ids, routed_scaling_factor=2.5, norm_type=2, bias_vl=bias_vl
+    )
     wanted = theirs._reference(logits, bias, bias_vl, ids, None, 6, 2.5)
     assert torch.equal(experts, wanted[1])
     assert torch.allclose(weights.float(), wanted[0].float(), rtol=1e-5 if dtype == torch.float32 else 1e-2)
@@ -254,11 +371,15 @@ def test_gate_as_rc2s_reference(dtype):
 def test_grouped_swiglu_as_rc2s_reference():
     theirs = functions(OPS + "test_gmm_swiglu_quant_weight_nz_tensor_list.py")
     counts = torch.tensor([3, 3, 10, 17])
-    x, weight = torch.randint(-128, 128, (17, 64), dtype=torch.int8), torch.randint(-128, 128, (4, 64, 96), dtype=torch.int8)
+    x, weight = (
+        torch.randint(-128, 128, (17, 64), dtype=torch.int8),
+        torch.randint(-128, 128, (4, 64, 96), dtype=torch.int8),
+    )
     scale, per_token = torch.rand(4, 96) * 0.01, torch.rand(17) * 0.01 + 1e-3
     codes, out_scale, _ = moe.grouped_matmul_swiglu_quant_weight_nz(x, weight, scale, per_token, counts)
     wanted, wanted_scale = theirs.process_groups(x, weight, scale, per_token, counts)
-    assert (codes.int() - wanted.int()).abs().max() <= 1 and torch.allclose(out_scale, wanted_scale, rtol=1e-5)
+    assert (codes.int() - wanted.int()).abs().max() <= 1
+    assert torch.allclose(out_scale, wanted_scale, rtol=1e-5)
     listed = moe.grouped_matmul_swiglu_quant_weight_nz_tensor_list(x, list(weight), list(scale), per_token, counts)
     assert torch.equal(listed[0], codes)
 
@@ -273,7 +394,13 @@ def test_dequantising_swiglu_takes_the_raw_accumulator():
     x = torch.randint(-30000, 30000, (5, 64), dtype=torch.int32)
     weight_scale, activation_scale = torch.rand(64) * 1e-3, torch.rand(5) * 0.1
     codes, scale = moe.npu_dequant_swiglu_quant(
-        x, weight_scale=weight_scale, activation_scale=activation_scale, quant_mode=1, swiglu_mode=1, clamp_limit=3.0, activate_left=True
+        x,
+        weight_scale=weight_scale,
+        activation_scale=activation_scale,
+        quant_mode=1,
+        swiglu_mode=1,
+        clamp_limit=3.0,
+        activate_left=True,
     )
     gate_up = x.float() * weight_scale * activation_scale[:, None]
     wanted = torch.nn.functional.silu(gate_up[:, :32].clamp(max=3.0)) * gate_up[:, 32:].clamp(-3.0, 3.0)
@@ -296,7 +423,9 @@ def test_scatter_as_rc2s_reference():
     expected = cache.clone().unsqueeze(-2)
     slots = torch.tensor([5, -1, 33, 95])
     update = torch.randn(4, 8)
-    coordinates = torch.stack([torch.where(slots < 0, -1, slots // 16), torch.where(slots < 0, -1, slots % 16)], -1).int()
+    coordinates = torch.stack(
+        [torch.where(slots < 0, -1, slots // 16), torch.where(slots < 0, -1, slots % 16)], -1
+    ).int()
     elementwise.npu_scatter_nd_update_sk(cache, coordinates, update)
     theirs.scatter_cache(expected, torch.tensor([5, 33, 95]), update[[0, 2, 3]])
     assert torch.equal(cache, expected.squeeze(-2))
@@ -306,11 +435,12 @@ def test_scatter_as_rc2s_reference():
 
 def test_add_rms_norm_bias_as_rc2s_reference():
     theirs = functions(OPS + "test_add_rms_norm_bias.py")
-    x1, x2, gain, bias = (torch.randn(6, 64) for _ in range(2)), None, torch.randn(64), torch.randn(64)
+    x1, _x2, gain, bias = (torch.randn(6, 64) for _ in range(2)), None, torch.randn(64), torch.randn(64)
     a, b = x1
     wanted = theirs.npu_add_rms_norm_bias_golden(a, b, gain, bias, 3)
     y, _, total = elementwise.npu_add_rms_norm_bias(a, b, gain, bias)
-    assert torch.allclose(y, wanted[0].view(6, 64), rtol=1e-5, atol=1e-5) and torch.equal(total, a + b)
+    assert torch.allclose(y, wanted[0].view(6, 64), rtol=1e-5, atol=1e-5)
+    assert torch.equal(total, a + b)
 
 
 # ---- through the device: the real torch_npu selects the operator ----
@@ -326,12 +456,15 @@ def quantised(tokens=5, k=64, n=96):
 def test_quantised_product_and_its_formats():
     import torch_npu
 
-    x, weight, codes, scale, channel = quantised()
+    _x, weight, codes, scale, channel = quantised()
     wanted = (codes.cpu().double() @ weight.double()).float() * channel * scale.cpu()[:, None]
-    plain = torch_npu.npu_quant_matmul(codes, weight.to("npu"), channel.to("npu"), pertoken_scale=scale, output_dtype=torch.bfloat16)
+    plain = torch_npu.npu_quant_matmul(
+        codes, weight.to("npu"), channel.to("npu"), pertoken_scale=scale, output_dtype=torch.bfloat16
+    )
     nz = torch_npu.npu_format_cast(weight.to("npu"), 29)
     tiled = torch_npu.npu_quant_matmul(codes, nz, channel.to("npu"), pertoken_scale=scale, output_dtype=torch.bfloat16)
-    assert torch.equal(plain.cpu(), wanted.bfloat16()) and torch.equal(tiled.cpu(), plain.cpu())
+    assert torch.equal(plain.cpu(), wanted.bfloat16())
+    assert torch.equal(tiled.cpu(), plain.cpu())
     raw = torch_npu.npu_quant_matmul(codes, nz, channel.to("npu"), output_dtype=torch.int32)
     assert torch.equal(raw.cpu().long(), codes.cpu().long() @ weight.long())
     assert torch_npu.get_npu_format(nz) == 29
@@ -361,11 +494,15 @@ def test_wrong_calls_of_quantised_products():
     x, weight, codes, scale, channel = quantised()
     w, c = weight.to("npu"), channel.to("npu")
     with pytest.raises(RuntimeError):
-        torch_npu.npu_quant_matmul(codes, w.t().contiguous(), c, pertoken_scale=scale, output_dtype=torch.bfloat16)  # transposed weight
+        torch_npu.npu_quant_matmul(
+            codes, w.t().contiguous(), c, pertoken_scale=scale, output_dtype=torch.bfloat16
+        )  # transposed weight
     with pytest.raises(RuntimeError):
         torch_npu.npu_quant_matmul(x.to("npu"), w, c, pertoken_scale=scale, output_dtype=torch.bfloat16)  # wrong dtype
     with pytest.raises(RuntimeError):
-        torch_npu.npu_quant_matmul(codes, w, c[:5].contiguous(), pertoken_scale=scale, output_dtype=torch.bfloat16)  # swapped scales
+        torch_npu.npu_quant_matmul(
+            codes, w, c[:5].contiguous(), pertoken_scale=scale, output_dtype=torch.bfloat16
+        )  # swapped scales
 
 
 def test_grouped_products():
@@ -385,9 +522,15 @@ def test_routing_and_back():
 
     x, experts = torch.randn(6, 16).bfloat16(), torch.stack([torch.randperm(8)[:3] for _ in range(6)]).int()
     rows, index, counts, _ = torch_npu.npu_moe_init_routing_v2(
-        x.to("npu"), experts.to("npu"), active_num=18, expert_num=8, expert_tokens_num_type=1, expert_tokens_num_flag=True,
-        active_expert_range=[0, 8], quant_mode=-1,
-    )  # fmt: skip
+        x.to("npu"),
+        experts.to("npu"),
+        active_num=18,
+        expert_num=8,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, 8],
+        quant_mode=-1,
+    )
     flat = experts.flatten().long()
     assert counts.tolist() == torch.bincount(flat, minlength=8).tolist()
     order = flat.argsort(stable=True)
@@ -402,8 +545,15 @@ def test_custom_operators_check_schema_and_format():
     import vllm_ascend.vllm_ascend_C  # noqa: F401
 
     torch.npu.config.allow_internal_format = True
-    x, weight = torch.zeros(4, 64, dtype=torch.int8, device="npu"), torch.ones(2, 64, 64, dtype=torch.int8, device="npu")
-    scale, per_token, counts = torch.ones(2, 64, device="npu"), torch.ones(4, device="npu"), torch.tensor([1, 4], device="npu")
+    x, weight = (
+        torch.zeros(4, 64, dtype=torch.int8, device="npu"),
+        torch.ones(2, 64, 64, dtype=torch.int8, device="npu"),
+    )
+    scale, per_token, counts = (
+        torch.ones(2, 64, device="npu"),
+        torch.ones(4, device="npu"),
+        torch.tensor([1, 4], device="npu"),
+    )
     operator = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz
     with pytest.raises(RuntimeError, match="must be FRACTAL_NZ"):
         operator(x, weight, scale, per_token, counts)
@@ -411,7 +561,9 @@ def test_custom_operators_check_schema_and_format():
     with pytest.raises((RuntimeError, TypeError), match="x_scale"):
         operator(x, weight, scale, per_token_scale=per_token, group_list=counts)
     with pytest.raises(NotImplementedError, match="_C_ascend::npu_hc_pre_v2 has no reference"):
-        torch.ops._C_ascend.npu_hc_pre_v2(torch.zeros(1, 4, 8, device="npu").bfloat16(), scale, scale, scale, 4, 20, 1e-6, 1e-6)
+        torch.ops._C_ascend.npu_hc_pre_v2(
+            torch.zeros(1, 4, 8, device="npu").bfloat16(), scale, scale, scale, 4, 20, 1e-6, 1e-6
+        )
 
 
 def test_recorder_notices_a_changed_call():
@@ -430,7 +582,10 @@ def test_recorder_notices_a_changed_call():
 
     first = work(1e-6)
     assert "aclnn aclnnRmsNorm(x=f32[2,64], gamma=f32[64], epsilon=1e-06, y=f32[2,64], rstd=f32[2,1])" in first.lines
-    assert first.labels["layer 0"]["aclnnRmsNorm"] == 1 and first.counts["aten::_softmax"] == 1
+    assert first.labels["layer 0"]["aclnnRmsNorm"] == 1
+    assert first.counts["aten::_softmax"] == 1
     assert recorder.difference(first.lines, work(1e-6).lines) == ""
-    assert "-aclnn aclnnRmsNorm(x=f32[2,64], gamma=f32[64], epsilon=1e-06" in recorder.difference(first.lines, work(1e-5).lines)
+    assert "-aclnn aclnnRmsNorm(x=f32[2,64], gamma=f32[64], epsilon=1e-06" in recorder.difference(
+        first.lines, work(1e-5).lines
+    )
     assert "bf16[2,64]" in recorder.difference(first.lines, work(1e-6, torch.bfloat16).lines)

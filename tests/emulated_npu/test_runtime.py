@@ -6,7 +6,15 @@ import pytest
 
 pytestmark = [pytest.mark.long, pytest.mark.emulated_npu]
 
-ALREADY_REGISTERED, NOT_REGISTERED, NO_CONTEXT, INVALID, UNSUPPORTED, DRIVER, FREE = 507910, 507911, 107002, 107000, 207000, 507899, 207002
+ALREADY_REGISTERED, NOT_REGISTERED, NO_CONTEXT, INVALID, UNSUPPORTED, DRIVER, FREE = (
+    507910,
+    507911,
+    107002,
+    107000,
+    207000,
+    507899,
+    207002,
+)
 MAPPED, PINNED, READONLY = 0x2, 0x10000000, 0x8
 
 
@@ -76,7 +84,8 @@ def test_the_host_cannot_follow_a_device_pointer():
 
     code = "import torch, ctypes; x = torch.ones(4, device='npu'); ctypes.c_float.from_address(x.data_ptr()).value"
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
-    assert done.returncode == -11 and "Segmentation fault" in done.stderr
+    assert done.returncode == -11
+    assert "Segmentation fault" in done.stderr
 
 
 def test_fresh_memory_is_poisoned():
@@ -117,10 +126,13 @@ def test_registration(acl, pinned):
 
     assert acl.aclrtHostRegisterV2(pinned, 1 << 16, MAPPED) == 0
     error, address = device_pointer(acl, pinned + 4096)
-    assert error == 0 and address != pinned + 4096
+    assert error == 0
+    assert address != pinned + 4096
     assert acl.aclrtHostRegisterV2(pinned + 8192, 4096, MAPPED) == ALREADY_REGISTERED
     assert acl.aclrtFreeHost(pinned) == FREE, "unregister before freeing"
-    assert library.LIBRARY.aclrtMemcpy(ctypes.c_void_p(address), 8, ctypes.c_void_p(pinned), 8, 1) == INVALID, "for kernels only"
+    assert library.LIBRARY.aclrtMemcpy(ctypes.c_void_p(address), 8, ctypes.c_void_p(pinned), 8, 1) == INVALID, (
+        "for kernels only"
+    )
     assert acl.aclrtHostUnregister(pinned) == 0
     assert acl.aclrtHostUnregister(pinned) == NOT_REGISTERED
     assert device_pointer(acl, pinned)[0] == INVALID
@@ -129,9 +141,13 @@ def test_registration(acl, pinned):
 
 def test_registration_refusals(acl, pinned):
     for pointer, size, flag, code in [
-        (None, 4096, MAPPED, INVALID), (pinned, 0, MAPPED, INVALID), (pinned + 8, 4096, MAPPED, INVALID), (pinned, 4096, 0, INVALID),
-        (pinned, 4096, 0x100, INVALID), (pinned, 4096, READONLY, UNSUPPORTED),
-    ]:  # fmt: skip
+        (None, 4096, MAPPED, INVALID),
+        (pinned, 0, MAPPED, INVALID),
+        (pinned + 8, 4096, MAPPED, INVALID),
+        (pinned, 4096, 0, INVALID),
+        (pinned, 4096, 0x100, INVALID),
+        (pinned, 4096, READONLY, UNSUPPORTED),
+    ]:
         assert acl.aclrtHostRegisterV2(pointer, size, flag) == code, (pointer, size, flag)
 
 
@@ -179,7 +195,8 @@ def test_unlisted_functions_are_loud():
 
     code = "import torch, torch_npu, ctypes; ctypes.CDLL('libge_runner.so').aclrtMallocPhysical()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == -6 and "aclrtMallocPhysical was called, which the emulated NPU does not list" in done.stderr
+    assert done.returncode == -6
+    assert "aclrtMallocPhysical was called, which the emulated NPU does not list" in done.stderr
 
 
 def test_unlisted_operators_are_loud():
@@ -214,4 +231,5 @@ def test_events_and_streams():
         last.record()
     torch.npu.current_stream().wait_stream(side)
     last.synchronize()
-    assert first.elapsed_time(last) >= 0 and x.tolist() == [2.0] * 3
+    assert first.elapsed_time(last) >= 0
+    assert x.tolist() == [2.0] * 3

@@ -58,10 +58,16 @@ class _Memory:
         return self._real.store(self._where(pointers, mask, value.dtype.itemsize), value, mask)
 
     def atomic_cas(self, pointers: np.ndarray, compare: np.ndarray, value: np.ndarray, semantic: Any) -> Any:
-        return self._real.atomic_cas(self._where(pointers, np.ones(pointers.shape, bool), value.dtype.itemsize), compare, value, semantic)
+        return self._real.atomic_cas(
+            self._where(pointers, np.ones(pointers.shape, bool), value.dtype.itemsize), compare, value, semantic
+        )
 
-    def atomic_rmw(self, operation: Any, pointers: np.ndarray, value: np.ndarray, mask: np.ndarray, semantic: Any) -> Any:
-        return self._real.atomic_rmw(operation, self._where(pointers, mask, value.dtype.itemsize), value, mask, semantic)
+    def atomic_rmw(
+        self, operation: Any, pointers: np.ndarray, value: np.ndarray, mask: np.ndarray, semantic: Any
+    ) -> Any:
+        return self._real.atomic_rmw(
+            operation, self._where(pointers, mask, value.dtype.itemsize), value, mask, semantic
+        )
 
 
 class _Permanent:
@@ -90,7 +96,9 @@ def install(interpreter: Any) -> None:
         return handle(from_bf16(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
 
     def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
-        if operation in COMPARISONS:  # upstream keeps the operand's dtype for scalars, and `mask & (x != 0.0)` then fails
+        if (
+            operation in COMPARISONS
+        ):  # upstream keeps the operand's dtype for scalars, and `mask & (x != 0.0)` then fails
             return handle(operation(wide(left).data, wide(right).data), tl.int1)
         if left.dtype.scalar == tl.bfloat16:
             return handle(to_bf16(operation(from_bf16(left.data), wide(right).data)), tl.bfloat16)
@@ -107,13 +115,24 @@ def install(interpreter: Any) -> None:
         return cast(self, wide(x), target) if target.scalar != tl.bfloat16 else x
 
     def fp_to_fp(self: Any, x: Any, target: Any, rounding: Any) -> Any:
-        return cast_impl(self, x, target) if tl.bfloat16 in (target.scalar, x.dtype.scalar) else fp_to_fp.upstream(self, x, target, rounding)
+        return (
+            cast_impl(self, x, target)
+            if tl.bfloat16 in (target.scalar, x.dtype.scalar)
+            else fp_to_fp.upstream(self, x, target, rounding)
+        )
 
     fp_to_fp.upstream = builder.create_fp_to_fp  # type: ignore[attr-defined]
-    builder.binary_op, builder.unary_op, builder.cast_impl, builder.create_fp_to_fp = binary_op, unary_op, cast_impl, fp_to_fp
+    builder.binary_op, builder.unary_op, builder.cast_impl, builder.create_fp_to_fp = (
+        binary_op,
+        unary_op,
+        cast_impl,
+        fp_to_fp,
+    )
 
     def arange(self: Any, start: int, end: int, *, ret_ty: Any = None) -> Any:
-        return self.make_tensor(self.builder.create_make_range(None, start, end), ret_ty or tl.block_type(tl.int32, [end - start]))
+        return self.make_tensor(
+            self.builder.create_make_range(None, start, end), ret_ty or tl.block_type(tl.int32, [end - start])
+        )
 
     interpreter.TritonSemantic.arange = arange
     for name in ("triton._utils", "triton.language.core"):
@@ -131,7 +150,9 @@ def install(interpreter: Any) -> None:
 
     interpreter._patch_lang = patch_once
     # Asserting every integer sum against overflow doubles the rest; the sizes of these tests cannot overflow.
-    interpreter.interpreter_builder.options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
 
     executor = interpreter.GridExecutor
     executor._init_args_hst = lambda self, positional, named: (positional, named)

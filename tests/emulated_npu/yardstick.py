@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """vllm-ascend's own V4.1 on the emulated NPU: runs the scenarios, each in its process, and writes their figures.
 
-    .venv/bin/python tests/emulated_npu/yardstick.py                    # all, into docs/peer-on-emulated-npu.{json,md}
-    .venv/bin/python tests/emulated_npu/yardstick.py c-bf16-v1 dspark-v1  # some; the others keep their figures
-    .venv/bin/python tests/emulated_npu/yardstick.py --list
+.venv/bin/python tests/emulated_npu/yardstick.py                    # all, into docs/peer-on-emulated-npu.{json,md}
+.venv/bin/python tests/emulated_npu/yardstick.py c-bf16-v1 dspark-v1  # some; the others keep their figures
+.venv/bin/python tests/emulated_npu/yardstick.py --list
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from emulated_npu import environment  # noqa: E402
+from emulated_npu import environment
 
 RESULTS = environment.REPOSITORY / "docs" / "peer-on-emulated-npu.json"
 

@@ -17,9 +17,17 @@ from ..library import EmulationError
 
 #: aclDataType
 DTYPES = {
-    0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16, 9: torch.int64,
-    11: torch.float64, 12: torch.bool, 27: torch.bfloat16,
-}  # fmt: skip
+    0: torch.float32,
+    1: torch.float16,
+    2: torch.int8,
+    3: torch.int32,
+    4: torch.uint8,
+    6: torch.int16,
+    9: torch.int64,
+    11: torch.float64,
+    12: torch.bool,
+    27: torch.bfloat16,
+}
 TENSOR, SCALAR, INTS, BOOLS, FLOATS, TENSORS, SCALARS = range(1, 8)
 
 
@@ -27,10 +35,19 @@ class _Object(ctypes.Structure):
     """As `Object` in cann/opapi.c."""
 
     _fields_ = [
-        ("kind", c_int32), ("dtype", c_int32), ("format", c_int32), ("pad", c_int32), ("n", c_uint64), ("storage_n", c_uint64),
-        ("offset", c_int64), ("data", c_void_p), ("values", POINTER(c_int64)), ("strides", POINTER(c_int64)), ("storage", POINTER(c_int64)),
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("format", c_int32),
+        ("pad", c_int32),
+        ("n", c_uint64),
+        ("storage_n", c_uint64),
+        ("offset", c_int64),
+        ("data", c_void_p),
+        ("values", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("storage", POINTER(c_int64)),
         ("scalar", c_uint8 * 16),
-    ]  # fmt: skip
+    ]
 
 
 @dataclass
@@ -75,7 +92,13 @@ def _object(pointer: int) -> Any:
     o = _Object.from_address(pointer)
     if o.kind == TENSOR:
         return TensorArgument(
-            DTYPES[o.dtype], tuple(o.values[: o.n]), tuple(o.strides[: o.n]), o.offset, o.format, tuple(o.storage[: o.storage_n]), o.data or 0
+            DTYPES[o.dtype],
+            tuple(o.values[: o.n]),
+            tuple(o.strides[: o.n]),
+            o.offset,
+            o.format,
+            tuple(o.storage[: o.storage_n]),
+            o.data or 0,
         )
     if o.kind == SCALAR:
         dtype = DTYPES[o.dtype]
@@ -89,7 +112,9 @@ def _object(pointer: int) -> Any:
     raise EmulationError(f"the argument at 0x{pointer:x} is no aclnn object")
 
 
-def decode(parameters: list[tuple[str, str]], integers: Any, doubles: Any, stack: Any) -> tuple[SimpleNamespace, int, int]:
+def decode(
+    parameters: list[tuple[str, str]], integers: Any, doubles: Any, stack: Any
+) -> tuple[SimpleNamespace, int, int]:
     """-> (arguments by name, where the workspace size goes, where the executor goes)."""
     position = {"integer": 0, "double": 0, "stack": 0}
 
@@ -177,7 +202,12 @@ def sniff(integers: Any, doubles: Any, stack: Any, limit: int = 40) -> str:
         text = _readable(raw, 32)
         if head and TENSOR <= kind <= SCALARS and head[12:16] == b"\0\0\0\0":
             shown_.append(str(shown(_object(raw))))
-        elif text and text.split(b"\0")[0].isascii() and 0 < len(text.split(b"\0")[0]) < 32 and text.split(b"\0")[0].decode().isprintable():
+        elif (
+            text
+            and text.split(b"\0")[0].isascii()
+            and 0 < len(text.split(b"\0")[0]) < 32
+            and text.split(b"\0")[0].decode().isprintable()
+        ):
             shown_.append(repr(text.split(b"\0")[0].decode()))
         else:
             shown_.append(str(raw - 2**64 if raw >= 2**63 else raw) if raw < 1 << 32 or raw >= 2**63 else hex(raw))

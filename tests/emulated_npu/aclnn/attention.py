@@ -17,7 +17,10 @@ _FUSED = (
 )
 
 
-@operator("aclnnScatterPaKvCache", "key:T key_cache:T slots:T value:T value_cache:T compress_lens:T compress_offset:T seq_lens:T cache_mode:s scatter_mode:s strides:A offsets:A")
+@operator(
+    "aclnnScatterPaKvCache",
+    "key:T key_cache:T slots:T value:T value_cache:T compress_lens:T compress_offset:T seq_lens:T cache_mode:s scatter_mode:s strides:A offsets:A",
+)
 def scatter_kv_cache(a: SimpleNamespace) -> None:
     """Row i goes to block slots[i] // block size, row slots[i] % block size; negative slots are skipped."""
     kept = a.slots >= 0

@@ -11,22 +11,24 @@ from .. import formats
 from ..library import EmulationError
 from . import operator
 
-_QUANT = (
-    "x1:T x2:T x1_scale:T x2_scale:T y_scale:T x1_offset:T x2_offset:T y_offset:T bias:T transpose_x1:b transpose_x2:b group_size:i out:T"
-)
+_QUANT = "x1:T x2:T x1_scale:T x2_scale:T y_scale:T x1_offset:T x2_offset:T y_offset:T bias:T transpose_x1:b transpose_x2:b group_size:i out:T"
 
 
 def _quant_matmul(a: SimpleNamespace) -> None:
     """INT32 output is the raw accumulator: the scales are then applied by the operator that follows."""
     for name in ("y_scale", "x1_offset", "x2_offset", "y_offset"):
-        if getattr(a, name) is not None and getattr(a, name).numel():  # torch_npu passes empty tensors for some that are absent
+        if (
+            getattr(a, name) is not None and getattr(a, name).numel()
+        ):  # torch_npu passes empty tensors for some that are absent
             raise ValueError(f"quantised matrix product with {name} is not listed")
     if a.x1.dtype != torch.int8 or a.x2.dtype != torch.int8:
         raise EmulationError(f"quantised matrix product of {a.x1.dtype} and {a.x2.dtype}; expected INT8")
     x1 = a.x1.transpose(-1, -2) if a.transpose_x1 else a.x1
     x2 = a.x2.transpose(-1, -2) if a.transpose_x2 else a.x2
     if x1.shape[-1] != x2.shape[-2]:
-        raise EmulationError(f"quantised matrix product of {list(x1.shape)} and {list(x2.shape)}: the inner sizes differ")
+        raise EmulationError(
+            f"quantised matrix product of {list(x1.shape)} and {list(x2.shape)}: the inner sizes differ"
+        )
     product = x1.double() @ x2.double()  # exact
     if a.out.dtype == torch.int32:
         a.out.copy_(product if a.bias is None else product + a.bias.double())
@@ -69,13 +71,17 @@ def _grouped_matmul(a: SimpleNamespace) -> None:
     if len(a.x) != 1 or a.activation != 0 or a.group_list_type not in (0, 1) or a.offset or a.antiquant_scale:
         raise ValueError("grouped matrix product: this form is not listed")
     x, out = a.x[0], a.out[0]
-    counts = (a.group_list if a.group_list_type == 1 else torch.diff(a.group_list, prepend=a.group_list.new_zeros(1))).tolist()
+    counts = (
+        a.group_list if a.group_list_type == 1 else torch.diff(a.group_list, prepend=a.group_list.new_zeros(1))
+    ).tolist()
     out.zero_()
     at = 0
     for expert, n in enumerate(counts):
         if n:
             rows, weight = x[at : at + n], _one(a.weight, expert)
-            value: Any = (rows.double() @ weight.double()).float() if x.dtype == torch.int8 else rows.float() @ weight.float()
+            value: Any = (
+                (rows.double() @ weight.double()).float() if x.dtype == torch.int8 else rows.float() @ weight.float()
+            )
             if a.scale and x.dtype == torch.int8:
                 value = value * _one(a.scale, expert).float()
             if a.per_token_scale:
@@ -97,7 +103,10 @@ def grouped_matmul_nz(a: SimpleNamespace) -> None:
     _grouped_matmul(a)
 
 
-@operator("aclnnTransposeBatchMatMul", "x1:T x2:T bias:T scale:T permute_x1:A permute_x2:A permute_y:A cube_math:w batch_split:w out:T")
+@operator(
+    "aclnnTransposeBatchMatMul",
+    "x1:T x2:T bias:T scale:T permute_x1:A permute_x2:A permute_y:A cube_math:w batch_split:w out:T",
+)
 def transpose_batch_matmul(a: SimpleNamespace) -> None:
     if a.bias is not None or a.scale is not None:
         raise ValueError("transposed batched product with bias or scale is not listed")

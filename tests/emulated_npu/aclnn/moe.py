@@ -83,7 +83,14 @@ def _exchange(communicator: str, tag: int, value: Any) -> list[Any]:
 def distribute_dispatch(a: SimpleNamespace) -> None:
     """Sends each active token to the ranks of its experts. Rows arrive by local expert, then source rank, then token;
     expert_token_nums is cumulative (type 0) or not (type 1); quant_mode 2 quantises rows to INT8 on the way."""
-    if a.quant_mode not in (0, 2) or a.shared_ranks or a.elastic is not None or a.zero_experts or a.copy_experts or a.const_experts:
+    if (
+        a.quant_mode not in (0, 2)
+        or a.shared_ranks
+        or a.elastic is not None
+        or a.zero_experts
+        or a.copy_experts
+        or a.const_experts
+    ):
         raise ValueError("MoE dispatch: this form is not listed")
     active = a.active if a.active is not None else torch.ones(a.x.shape[0], dtype=torch.bool)
     sent = _exchange(a.group, _TAG_DISPATCH, (a.x.clone(), a.experts.clone(), active.clone()))
@@ -124,7 +131,9 @@ def distribute_combine(a: SimpleNamespace) -> None:
         raise ValueError("MoE combine: this form is not listed")
     count = int((a.assist.view(-1, _WIDTH)[: a.expanded.shape[0], 0] >= 0).sum())
     total = torch.zeros(a.out.shape)
-    for rows, sources in _exchange(a.group, _TAG_COMBINE, (a.expanded[:count].clone(), a.assist.view(-1, _WIDTH)[:count, :3].clone())):
+    for rows, sources in _exchange(
+        a.group, _TAG_COMBINE, (a.expanded[:count].clone(), a.assist.view(-1, _WIDTH)[:count, :3].clone())
+    ):
         for row, (source, token, choice) in zip(rows, sources.tolist(), strict=True):
             if source == a.rank:
                 total[token] += row.float() * a.expert_scales[token, choice]

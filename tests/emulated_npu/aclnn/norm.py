@@ -45,7 +45,9 @@ def _dynamic_quant(a: SimpleNamespace) -> None:
 
 
 operator("aclnnDynamicQuantV2", "x:T smooth:T group_index:T dst_type:i y:T scale:T offset:T")(_dynamic_quant)
-operator("aclnnDynamicQuantV3", "x:T smooth:T group_index:T dst_type:i symmetric:b mode:s y:T scale:T offset:T")(_dynamic_quant)
+operator("aclnnDynamicQuantV3", "x:T smooth:T group_index:T dst_type:i symmetric:b mode:s y:T scale:T offset:T")(
+    _dynamic_quant
+)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -63,7 +65,10 @@ operator("aclnnRotaryPositionEmbedding", "x:T cos:T sin:T mode:i out:T")(_rotary
 operator("aclnnRotaryPositionEmbeddingV2", "x:T cos:T sin:T mode:i rotate:T out:T")(_rotary_position_embedding)
 
 
-@operator("aclnnRopeWithSinCosCacheV2", "positions:T query:T key:T cache:T mrope:A head_size:i neox:b cache_mode:i query_out:T key_out:T")
+@operator(
+    "aclnnRopeWithSinCosCacheV2",
+    "positions:T query:T key:T cache:T mrope:A head_size:i neox:b cache_mode:i query_out:T key_out:T",
+)
 def rope_with_cache(a: SimpleNamespace) -> None:
     """cache [positions, rotated]: cosines, then sines, of half as many angles."""
     cos, sin = a.cache[a.positions.long()].float()[:, None].chunk(2, -1)

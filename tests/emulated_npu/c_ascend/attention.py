@@ -19,7 +19,9 @@ def paged_rows(cache: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
 def npu_sparse_flash_mla_metadata(num_heads_q: int, num_heads_kv: int, head_dim: int, **options: Any) -> torch.Tensor:
     """Tiling data of the kernel; its content means nothing here."""
     if options.get("layout_q", "BSND") != "TND" or options.get("layout_kv", "BSND") != "PA_BBND":
-        raise ValueError(f"npu_sparse_flash_mla_metadata: layouts {options.get('layout_q')}, {options.get('layout_kv')}; expected TND, PA_BBND")
+        raise ValueError(
+            f"npu_sparse_flash_mla_metadata: layouts {options.get('layout_q')}, {options.get('layout_kv')}; expected TND, PA_BBND"
+        )
     return torch.zeros(1024, dtype=torch.int32)
 
 
@@ -30,15 +32,29 @@ def _check(o: dict[str, Any]) -> None:
         "layout TND over PA_BBND": o["layout_q"] == "TND" and o["layout_kv"] == "PA_BBND",
         "metadata given": o["metadata"] is not None,
         "no log-sum-exp": not o["return_softmax_lse"],
-        "cmp_ratio 0, 1 or 2, and 0 exactly without a compressed cache": ratio in (0, 1, 2) and (ratio == 0) == (o["cmp_kv"] is None),
+        "cmp_ratio 0, 1 or 2, and 0 exactly without a compressed cache": ratio in (0, 1, 2)
+        and (ratio == 0) == (o["cmp_kv"] is None),
         "cmp_mask_mode 3 with a compressed cache": ratio == 0 or o["cmp_mask_mode"] == 3,
         "cmp_residual_kv exactly for ratio 2": (o["cmp_residual_kv"] is not None) == (ratio == 2),
-        "a window (mask mode 4) or indices (mask mode 0, no compressed cache)":
-            o["ori_mask_mode"] == 4 if o["ori_sparse_indices"] is None else o["ori_mask_mode"] == 0 and o["cmp_kv"] is None,
-        "int32 tables and lengths": all(o[k] is None or o[k].dtype == torch.int32 for k in (
-            "ori_block_table", "cmp_block_table", "cu_seqlens_q", "seqused_ori_kv", "seqused_cmp_kv", "cmp_residual_kv", "ori_sparse_indices",
-            "cmp_sparse_indices", "ori_topk_length", "metadata")),
-    }  # fmt: skip
+        "a window (mask mode 4) or indices (mask mode 0, no compressed cache)": o["ori_mask_mode"] == 4
+        if o["ori_sparse_indices"] is None
+        else o["ori_mask_mode"] == 0 and o["cmp_kv"] is None,
+        "int32 tables and lengths": all(
+            o[k] is None or o[k].dtype == torch.int32
+            for k in (
+                "ori_block_table",
+                "cmp_block_table",
+                "cu_seqlens_q",
+                "seqused_ori_kv",
+                "seqused_cmp_kv",
+                "cmp_residual_kv",
+                "ori_sparse_indices",
+                "cmp_sparse_indices",
+                "ori_topk_length",
+                "metadata",
+            )
+        ),
+    }
     for rule, holds in rules.items():
         if not holds:
             raise ValueError(f"npu_sparse_flash_mla: expected {rule}")
@@ -53,14 +69,43 @@ def npu_sparse_flash_mla(q: torch.Tensor, **options: Any) -> tuple[torch.Tensor,
     max(p - ori_win_left, 0) .. p + ori_win_right, or ori_sparse_indices[:ori_topk_length] as they stand, and those
     cmp_sparse_indices that are below clamp((p' + 1) // ratio), where p' counts from seqused_cmp_kv * ratio + residual.
     """
-    defaults: dict[str, Any] = dict.fromkeys((
-        "ori_kv", "cmp_kv", "ori_sparse_indices", "cmp_sparse_indices", "ori_block_table", "cmp_block_table", "cu_seqlens_q", "cu_seqlens_ori_kv",
-        "cu_seqlens_cmp_kv", "seqused_q", "seqused_ori_kv", "seqused_cmp_kv", "cmp_residual_kv", "ori_topk_length", "cmp_topk_length", "sinks", "metadata",
-    ))  # fmt: skip
-    o: dict[str, Any] = defaults | {
-        "softmax_scale": 1.0, "cmp_ratio": 0, "ori_mask_mode": 0, "cmp_mask_mode": 0, "ori_win_left": -1, "ori_win_right": -1,
-        "layout_q": "BSND", "layout_kv": "BSND", "topk_value_mode": 1, "return_softmax_lse": False,
-    } | options  # fmt: skip
+    defaults: dict[str, Any] = dict.fromkeys(
+        (
+            "ori_kv",
+            "cmp_kv",
+            "ori_sparse_indices",
+            "cmp_sparse_indices",
+            "ori_block_table",
+            "cmp_block_table",
+            "cu_seqlens_q",
+            "cu_seqlens_ori_kv",
+            "cu_seqlens_cmp_kv",
+            "seqused_q",
+            "seqused_ori_kv",
+            "seqused_cmp_kv",
+            "cmp_residual_kv",
+            "ori_topk_length",
+            "cmp_topk_length",
+            "sinks",
+            "metadata",
+        )
+    )
+    o: dict[str, Any] = (
+        defaults
+        | {
+            "softmax_scale": 1.0,
+            "cmp_ratio": 0,
+            "ori_mask_mode": 0,
+            "cmp_mask_mode": 0,
+            "ori_win_left": -1,
+            "ori_win_right": -1,
+            "layout_q": "BSND",
+            "layout_kv": "BSND",
+            "topk_value_mode": 1,
+            "return_softmax_lse": False,
+        }
+        | options
+    )
     _check(o)
     out = torch.zeros_like(q)
     starts, lengths = o["cu_seqlens_q"].tolist(), o["seqused_ori_kv"].tolist()
@@ -78,7 +123,9 @@ def npu_sparse_flash_mla(q: torch.Tensor, **options: Any) -> tuple[torch.Tensor,
     return out, torch.zeros(0, dtype=torch.float32)
 
 
-def _window(o: dict[str, Any], request: int, rows: torch.Tensor, positions: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _window(
+    o: dict[str, Any], request: int, rows: torch.Tensor, positions: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     if o["ori_sparse_indices"] is not None:
         listed = o["ori_sparse_indices"][rows, 0].long()
         counts = o["ori_topk_length"][rows, 0].long()
@@ -91,7 +138,9 @@ def _window(o: dict[str, Any], request: int, rows: torch.Tensor, positions: torc
     return paged_rows(o["ori_kv"], o["ori_block_table"][request], torch.where(visible, listed, 0)), visible
 
 
-def _compressed(o: dict[str, Any], request: int, rows: torch.Tensor, n: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _compressed(
+    o: dict[str, Any], request: int, rows: torch.Tensor, n: int, at: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     ratio, used = o["cmp_ratio"], int(o["seqused_cmp_kv"][request])
     residual = int(o["cmp_residual_kv"][request]) if ratio == 2 else 0
     position = used * ratio + residual - n + at
@@ -101,7 +150,9 @@ def _compressed(o: dict[str, Any], request: int, rows: torch.Tensor, n: int, at:
     return paged_rows(o["cmp_kv"], o["cmp_block_table"][request], torch.where(visible, listed, 0)), visible
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, sinks: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> torch.Tensor:
     """q [n, N, D], keys [n, K, D], visible [n, K], sinks [N] -> [n, N, D]; nothing visible gives 0."""
     values = keys.float().masked_fill(~visible[..., None], 0)
     logits = torch.einsum("nhd,nkd->nhk", q.float(), values) * scale

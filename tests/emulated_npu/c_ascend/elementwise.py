@@ -47,7 +47,12 @@ def rotate_halves(x: torch.Tensor) -> torch.Tensor:
 
 @reference
 def inplace_partial_rotary_mul(
-    x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str, partial_slice: list[int], negate_sin: bool = False
+    x: torch.Tensor,
+    r1: torch.Tensor,
+    r2: torch.Tensor,
+    rotary_mode: str,
+    partial_slice: list[int],
+    negate_sin: bool = False,
 ) -> None:
     """Rotates x[.., start:end] in place by cos r1 and sin r2, which hold every angle twice. A kernel computes in FP32."""
     start, end = partial_slice

@@ -16,9 +16,18 @@ from emulated_npu.dispatch import kernel
 
 _library = torch.library.Library("_C_ascend", "DEF")
 #: These see no tensor, so the dispatcher cannot choose by device.
-_ANYWHERE = {"get_physical_device_id", "get_npu_view_from_cpu_tensor", "npu_quant_lightning_indexer_v2_metadata", "npu_sparse_flash_mla_metadata"}
+_ANYWHERE = {
+    "get_physical_device_id",
+    "get_npu_view_from_cpu_tensor",
+    "npu_quant_lightning_indexer_v2_metadata",
+    "npu_sparse_flash_mla_metadata",
+}
 
 for _schema in json.loads((Path(os.environ["EMULATED_NPU"]) / "c_ascend_schemas.json").read_text()):
     _name = _schema.split("(")[0].strip()
     _library.define(_schema)
-    _library.impl(_name, kernel("_C_ascend", _name, REFERENCES), "CompositeExplicitAutograd" if _name in _ANYWHERE else "PrivateUse1")
+    _library.impl(
+        _name,
+        kernel("_C_ascend", _name, REFERENCES),
+        "CompositeExplicitAutograd" if _name in _ANYWHERE else "PrivateUse1",
+    )

@@ -9,9 +9,17 @@ from . import reference
 
 @reference
 def npu_hc_pre_v3(
-    x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor, pre_mix: torch.Tensor | None = None, *,
-    hc_mult: int = 4, hc_sinkhorn_iters: int = 20, norm_eps: float = 1e-6, hc_eps: float = 1e-6,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    x: torch.Tensor,
+    hc_fn: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
+    pre_mix: torch.Tensor | None = None,
+    *,
+    hc_mult: int = 4,
+    hc_sinkhorn_iters: int = 20,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> tuple[torch.Tensor, ...]:
     """x [T, m, D] -> (y [T, D], post [T, m], comb [T, m, m], pre [T, m]); y mixes the streams with pre_mix (or with pre).
 
     The Sinkhorn iteration ends on a column step; hc_eps is added to pre, to the softmax and in every division.

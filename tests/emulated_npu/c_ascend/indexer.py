@@ -16,7 +16,9 @@ def npu_quant_lightning_indexer_v2_metadata(
 ) -> torch.Tensor:
     """Tiling data of the kernel; its content means nothing here."""
     if quant_mode != 2 or options.get("mask_mode", 3) != 3:
-        raise ValueError(f"npu_quant_lightning_indexer_v2_metadata: quant_mode {quant_mode}, mask_mode {options.get('mask_mode', 3)}; expected 2, 3")
+        raise ValueError(
+            f"npu_quant_lightning_indexer_v2_metadata: quant_mode {quant_mode}, mask_mode {options.get('mask_mode', 3)}; expected 2, 3"
+        )
     return torch.zeros(1024, dtype=torch.int32)
 
 
@@ -32,13 +34,32 @@ def scores(query: torch.Tensor, key: torch.Tensor, weight: torch.Tensor, key_sca
 
 @reference
 def npu_quant_lightning_indexer_v3(
-    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, query_dequant_scale: torch.Tensor, key_dequant_scale: torch.Tensor,
-    topk: int, quant_mode: int, *, candidate_topk_index: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None, seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
-    cmp_residual_k: torch.Tensor | None = None, block_table: torch.Tensor | None = None, output_idx_offset: torch.Tensor | None = None,
-    metadata: torch.Tensor | None = None, max_seqlen_q: int = -1, layout_q: str = "TND", layout_k: str = "PA_BBND", mask_mode: int = 3,
-    cmp_ratio: int = 1, candidate_mode: int = 3, candidate_topk_blocks: int = 2048, candidate_block_size: int = 8,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    query_dequant_scale: torch.Tensor,
+    key_dequant_scale: torch.Tensor,
+    topk: int,
+    quant_mode: int,
+    *,
+    candidate_topk_index: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    cmp_residual_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    output_idx_offset: torch.Tensor | None = None,
+    metadata: torch.Tensor | None = None,
+    max_seqlen_q: int = -1,
+    layout_q: str = "TND",
+    layout_k: str = "PA_BBND",
+    mask_mode: int = 3,
+    cmp_ratio: int = 1,
+    candidate_mode: int = 3,
+    candidate_topk_blocks: int = 2048,
+    candidate_block_size: int = 8,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (rows int32 [T, 1, topk], nothing, candidate blocks int32 [T, 1, candidate_topk_blocks] in mode 1), padded with -1.
 
     candidate_mode 1 also returns the best blocks (the newest always among them); 2 scores only rows of the given
@@ -46,9 +67,14 @@ def npu_quant_lightning_indexer_v3(
     """
     rules = {
         "layout TND over PA_BBND": (layout_q, layout_k) == ("TND", "PA_BBND"),
-        "mask_mode 3, quant_mode 2, metadata, no output offset": (mask_mode, quant_mode) == (3, 2) and metadata is not None and output_idx_offset is None,
+        "mask_mode 3, quant_mode 2, metadata, no output offset": (mask_mode, quant_mode) == (3, 2)
+        and metadata is not None
+        and output_idx_offset is None,
         "INT8 query and key": query.dtype == key.dtype == torch.int8,
-        "FP16 weights and scales": weights.dtype == query_dequant_scale.dtype == key_dequant_scale.dtype == torch.float16,
+        "FP16 weights and scales": weights.dtype
+        == query_dequant_scale.dtype
+        == key_dequant_scale.dtype
+        == torch.float16,
         "cmp_residual_k exactly for ratio 2": (cmp_residual_k is not None) == (cmp_ratio == 2),
         "candidate blocks exactly in mode 2": (candidate_topk_index is not None) == (candidate_mode == 2),
         "an int32 block table": block_table is not None and block_table.dtype == torch.int32,
@@ -56,7 +82,9 @@ def npu_quant_lightning_indexer_v3(
     for rule, holds in rules.items():
         if not holds:
             raise ValueError(f"npu_quant_lightning_indexer_v3: expected {rule}")
-    assert cu_seqlens_q is not None and seqused_k is not None and block_table is not None
+    assert cu_seqlens_q is not None
+    assert seqused_k is not None
+    assert block_table is not None
     tokens = query.shape[0]
     rows = torch.full((tokens, 1, topk), -1, dtype=torch.int32)
     blocks = torch.full((tokens, 1, candidate_topk_blocks) if candidate_mode == 1 else (0,), -1, dtype=torch.int32)
@@ -100,7 +128,9 @@ def _best_blocks(score: torch.Tensor, limit: torch.Tensor, size: int, k: int) ->
 def _only_blocks(score: torch.Tensor, blocks: torch.Tensor, size: int) -> torch.Tensor:
     count = -(-score.shape[1] // size)
     given = (blocks >= 0) & (blocks < count)
-    kept = torch.zeros(score.shape[0], count + 1, dtype=torch.bool).scatter(1, torch.where(given, blocks, count), True)[:, :count]
+    kept = torch.zeros(score.shape[0], count + 1, dtype=torch.bool).scatter(1, torch.where(given, blocks, count), True)[
+        :, :count
+    ]
     return score.masked_fill(~kept.repeat_interleave(size, 1)[:, : score.shape[1]], float("-inf"))
 
 

@@ -26,10 +26,23 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
 
 @reference
 def moe_gating_top_k_hash(
-    x: torch.Tensor, k: int, bias: torch.Tensor | None = None, input_ids: torch.Tensor | None = None, tid2eid: torch.Tensor | None = None,
-    k_group: int = 1, group_count: int = 1, routed_scaling_factor: float = 1.0, eps: float = 1e-20, group_select_mode: int = 0, renorm: int = 0,
-    norm_type: int = 0, out_flag: bool = False, bias_vl: torch.Tensor | None = None, image_sentinel_lo: int = 129257, image_sentinel_count: int = 5,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    k: int,
+    bias: torch.Tensor | None = None,
+    input_ids: torch.Tensor | None = None,
+    tid2eid: torch.Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    bias_vl: torch.Tensor | None = None,
+    image_sentinel_lo: int = 129257,
+    image_sentinel_count: int = 5,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [T, E] logits -> (weights [T, k], experts int32 [T, k], scores [T, E]).
 
     Selection adds the bias (bias_vl for image tokens); weights are the scores without bias, over their sum.
@@ -52,12 +65,16 @@ def moe_gating_top_k_hash(
     return (weights * routed_scaling_factor).to(x.dtype), experts.int(), score
 
 
-def _grouped(x: torch.Tensor, weight: Any, weight_scale: Any, x_scale: torch.Tensor, group_list: torch.Tensor, limit: float) -> tuple[torch.Tensor, ...]:
+def _grouped(
+    x: torch.Tensor, weight: Any, weight_scale: Any, x_scale: torch.Tensor, group_list: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, ...]:
     counts = torch.diff(group_list, prepend=group_list.new_zeros(1)).tolist()
     out, at = torch.zeros(x.shape[0], weight[0].shape[-1] // 2), 0
     for expert, n in enumerate(counts):
         product = (x[at : at + n].double() @ weight[expert].double()).float()
-        out[at : at + n] = clamped_swiglu(product * weight_scale[expert].float() * x_scale[at : at + n, None].float(), limit)
+        out[at : at + n] = clamped_swiglu(
+            product * weight_scale[expert].float() * x_scale[at : at + n, None].float(), limit
+        )
         at += n
     codes, scale = quantise_rows(out)
     return codes, scale, torch.zeros(0)
@@ -65,9 +82,16 @@ def _grouped(x: torch.Tensor, weight: Any, weight_scale: Any, x_scale: torch.Ten
 
 @reference
 def grouped_matmul_swiglu_quant_weight_nz(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, x_scale: torch.Tensor, group_list: torch.Tensor, *,
-    bias: torch.Tensor | None = None, offset: torch.Tensor | None = None, swiglu_limit: float = 0.0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    group_list: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
+) -> tuple[torch.Tensor, ...]:
     """x INT8 [T, K] sorted by expert, weight INT8 [E, K, 2 N] (NZ), scales [E, 2 N] and [T], cumulative counts int64 [E]
     -> (INT8 [T, N], scale [T], nothing)."""
     return _grouped(x, weight, weight_scale, x_scale, group_list, swiglu_limit)
@@ -75,20 +99,45 @@ def grouped_matmul_swiglu_quant_weight_nz(
 
 @reference
 def grouped_matmul_swiglu_quant_weight_nz_tensor_list(
-    x: torch.Tensor, weight: list[torch.Tensor], weight_scale: list[torch.Tensor], x_scale: torch.Tensor, group_list: torch.Tensor, *,
-    bias: torch.Tensor | None = None, offset: torch.Tensor | None = None, swiglu_limit: float = 0.0,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    x: torch.Tensor,
+    weight: list[torch.Tensor],
+    weight_scale: list[torch.Tensor],
+    x_scale: torch.Tensor,
+    group_list: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
+) -> tuple[torch.Tensor, ...]:
     """The same with one tensor per expert, or one of all in a list."""
     stacked = len(weight) == 1
-    return _grouped(x, weight[0] if stacked else weight, weight_scale[0] if stacked else weight_scale, x_scale, group_list, swiglu_limit)
+    return _grouped(
+        x,
+        weight[0] if stacked else weight,
+        weight_scale[0] if stacked else weight_scale,
+        x_scale,
+        group_list,
+        swiglu_limit,
+    )
 
 
 @reference
 def npu_dequant_swiglu_quant(
-    x: torch.Tensor, *, weight_scale: torch.Tensor | None = None, activation_scale: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    quant_scale: torch.Tensor | None = None, quant_offset: torch.Tensor | None = None, group_index: torch.Tensor | None = None,
-    activate_left: bool = True, quant_mode: int = 0, swiglu_mode: int = 0, clamp_limit: float = 0.0, glu_alpha: float = 1.0, glu_bias: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = True,
+    quant_mode: int = 0,
+    swiglu_mode: int = 0,
+    clamp_limit: float = 0.0,
+    glu_alpha: float = 1.0,
+    glu_bias: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x INT32 [T, 2 N] (the raw accumulator) or BF16 -> (INT8 [T, N], scale FP32 [T])."""
     if bias is not None or quant_scale is not None or quant_mode != 1 or glu_alpha != 1.0 or glu_bias != 0.0:
         raise ValueError("npu_dequant_swiglu_quant: only dynamic quantisation without bias is listed")

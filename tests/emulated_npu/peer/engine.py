@@ -43,11 +43,21 @@ class Engine:
         from vllm import LLM
 
         defaults: dict[str, Any] = {
-            "dtype": "bfloat16", "enforce_eager": not graphs, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 512,
-            "gpu_memory_utilization": 0.05, "num_gpu_blocks_override": 64, "block_size": 128, "enable_prefix_caching": False,
-            "limit_mm_per_prompt": {"image": 0}, "seed": 0, "disable_log_stats": True, "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "enforce_eager": not graphs,
+            "max_model_len": 512,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 512,
+            "gpu_memory_utilization": 0.05,
+            "num_gpu_blocks_override": 64,
+            "block_size": 128,
+            "enable_prefix_caching": False,
+            "limit_mm_per_prompt": {"image": 0},
+            "seed": 0,
+            "disable_log_stats": True,
+            "skip_tokenizer_init": True,
             "async_scheduling": False,  # otherwise the scheduler knows drafts as -1 only
-        }  # fmt: skip
+        }
         if graphs:
             defaults["compilation_config"] = dict(GRAPHS)
         self.llm = LLM(model=model, **{**defaults, **options})
@@ -76,7 +86,9 @@ class Engine:
 
         def tapped_logits(hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
             result = logits(hidden, *arguments, **keywords)
-            return result if self.trace is None or result is None or not self._tokens else self._force(self.trace, result)
+            return (
+                result if self.trace is None or result is None or not self._tokens else self._force(self.trace, result)
+            )
 
         def tapped_execute(scheduled: Any, *arguments: Any, **keywords: Any) -> Any:
             self._tokens = scheduled.total_num_scheduled_tokens
@@ -95,7 +107,11 @@ class Engine:
                     self.trace.drafts.append((begin, self._drafted))
             return execute(scheduled, *arguments, **keywords)
 
-        self.model.forward, self.model.compute_logits, self.worker.execute_model = tapped_forward, tapped_logits, tapped_execute
+        self.model.forward, self.model.compute_logits, self.worker.execute_model = (
+            tapped_forward,
+            tapped_logits,
+            tapped_execute,
+        )
 
     def _force(self, trace: Trace, logits: Tensor) -> Tensor:
         """Keeps the rows and makes the sampler take the forced tokens: row j predicts the token behind position p."""
@@ -131,7 +147,9 @@ class Engine:
 
         trace = Trace(list(prompt))
         self.trace, self._forced = trace, list(forced or [])
-        parameters = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **sampling})
+        parameters = SamplingParams(
+            **{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **sampling}
+        )
         output = self.llm.generate([{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False)[0]
         self.trace = None
         trace.tokens = list(output.outputs[0].token_ids)
@@ -142,6 +160,8 @@ class Engine:
         """All prompts together, untouched."""
         from vllm import SamplingParams
 
-        parameters = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **sampling})
+        parameters = SamplingParams(
+            **{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **sampling}
+        )
         outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], parameters, use_tqdm=False)
         return [list(o.outputs[0].token_ids) for o in outputs]

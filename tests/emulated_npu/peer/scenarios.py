@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measures import distance, rms
 from safetensors.torch import load_file
 from torch import Tensor
-
-from measures import distance, rms
 
 from . import checkpoint
 from .engine import DSPARK, Engine, Trace
@@ -132,7 +131,9 @@ def _graph_counts() -> dict[str, int]:
 
 
 # ---- drafting ----
-def dspark(model: str, preset: str, lengths: tuple[int, ...] = (17,), corrected_tap: bool = False, **options: Any) -> Result:
+def dspark(
+    model: str, preset: str, lengths: tuple[int, ...] = (17,), corrected_tap: bool = False, **options: Any
+) -> Result:
     """Drafts against golden `spec_output_ids` at the same anchors.
 
     corrected_tap: the V2 runner takes the draft's input one layer too low; this sets the ids that V1 uses.
@@ -148,7 +149,9 @@ def dspark(model: str, preset: str, lengths: tuple[int, ...] = (17,), corrected_
         figures = compare(trace, preset, length, head, prefill=False)
         for variant in VARIANTS:
             ids = golden(preset, length, variant)["spec_output_ids"]
-            steps = [(anchor - length - 1, drafts) for anchor, drafts in trace.drafts if 0 <= anchor - length - 1 < STEPS - 1]
+            steps = [
+                (anchor - length - 1, drafts) for anchor, drafts in trace.drafts if 0 <= anchor - length - 1 < STEPS - 1
+            ]
             wanted = [ids[i][1 : 1 + len(drafts)].tolist() for i, drafts in steps]
             first = sum(d[0] == w[0] for (_, d), w in zip(steps, wanted, strict=True))
             every = sum(a == b for (_, d), w in zip(steps, wanted, strict=True) for a, b in zip(d, w, strict=True))
@@ -256,7 +259,12 @@ def together(model: str, preset: str, tokens: int = 12, border: bool = False, **
 
     scheduler._preempt_request = counted
     both = own.generate(prompts, tokens)
-    return {"preempted": preempted[0], "equal": [a == b for a, b in zip(alone, both, strict=True)], "tokens": alone, "together": both}
+    return {
+        "preempted": preempted[0],
+        "equal": [a == b for a, b in zip(alone, both, strict=True)],
+        "tokens": alone,
+        "together": both,
+    }
 
 
 def prefix_hits(model: str, preset: str = "a", length: int = 300, **options: Any) -> Result:
@@ -283,9 +291,12 @@ def sampling(model: str, preset: str, draws: int = 320, **options: Any) -> Resul
     seeded = [own.generate([prompt] * n, 6, temperature=1.0, top_p=0.9, top_k=40, seed=7)[0] for n in (1, 3)]
     expected = float((wanted * (1 - wanted) / draws).sqrt().sum()) * 0.4  # mean absolute deviation of that many draws
     return {
-        "draws": draws, "total_variation": round(float((counts / draws - wanted).abs().sum() / 2), 4), "expected": round(expected, 4),
-        "seed_repeats": seeded[0] == seeded[1], "tokens": seeded[0],
-    }  # fmt: skip
+        "draws": draws,
+        "total_variation": round(float((counts / draws - wanted).abs().sum() / 2), 4),
+        "expected": round(expected, 4),
+        "seed_repeats": seeded[0] == seeded[1],
+        "tokens": seeded[0],
+    }
 
 
 # ---- images ----
@@ -297,37 +308,62 @@ def images(model: str, preset: str = "a", name: str = "image_1", **options: Any)
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
     own = engine(
-        model, preset, limit_mm_per_prompt={"image": 2}, skip_mm_profiling=True, skip_tokenizer_init=False, tokenizer_mode="deepseek_v41", **options
-    )  # fmt: skip
+        model,
+        preset,
+        limit_mm_per_prompt={"image": 2},
+        skip_mm_profiling=True,
+        skip_tokenizer_init=False,
+        tokenizer_mode="deepseek_v41",
+        **options,
+    )
     official = load_file(GOLDEN / preset / "golden" / f"{name}.official.safetensors")
     data = load_file(GOLDEN / preset / "golden" / f"{name}.exact-fp32.safetensors")
     pictures = [k for k in range(4) if f"image{k}.patches" in official]
     grid = torch.stack([official[f"image{k}.vit_grid"] for k in pictures])
     types = [official[f"image{k}.types"] for k in pictures]
-    feature = BatchFeature({
-        "patches": torch.cat([official[f"image{k}.patches"] for k in pictures]), "vit_grid": grid, "llm_grid": -(-grid // 3), "types": torch.cat(types),
-    })  # fmt: skip
+    feature = BatchFeature(
+        {
+            "patches": torch.cat([official[f"image{k}.patches"] for k in pictures]),
+            "vit_grid": grid,
+            "llm_grid": -(-grid // 3),
+            "types": torch.cat(types),
+        }
+    )
     sizes = torch.tensor([len(t) for t in types])
     fields = {
-        "patches": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)), "vit_grid": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-        "llm_grid": MultiModalFieldConfig.batched("image", keep_on_cpu=True), "types": MultiModalFieldConfig.flat_from_sizes("image", sizes, keep_on_cpu=True),
-    }  # fmt: skip
-    spans = [PlaceholderRange(offset=int(official[f"image{k}.start"]), length=len(t)) for k, t in zip(pictures, types, strict=True)]
+        "patches": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
+        "vit_grid": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        "llm_grid": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        "types": MultiModalFieldConfig.flat_from_sizes("image", sizes, keep_on_cpu=True),
+    }
+    spans = [
+        PlaceholderRange(offset=int(official[f"image{k}.start"]), length=len(t))
+        for k, t in zip(pictures, types, strict=True)
+    ]
     ids = official["input_ids"].tolist()
-    prompt = mm_input(ids, MultiModalKwargsItems.from_hf_inputs(feature, fields), {"image": [f"picture{k}" for k in pictures]}, {"image": spans})
+    prompt = mm_input(
+        ids,
+        MultiModalKwargsItems.from_hf_inputs(feature, fields),
+        {"image": [f"picture{k}" for k in pictures]},
+        {"image": spans},
+    )
     trace = own.trace = Trace(ids)
     own._forced = official["decode_tokens"].tolist()
     steps = len(own._forced)
     llm = own.llm.llm_engine
-    llm.add_request("image", prompt, SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True, detokenize=False))
+    llm.add_request(
+        "image", prompt, SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True, detokenize=False)
+    )
     while llm.has_unfinished_requests():
         llm.step()
     decode = trace.rows(trace.logits, range(len(ids), len(ids) + steps))
     prefill = trace.rows(trace.hidden, range(len(ids))).float() @ head_of(model).t()
     shown = data["prefill_logits"].abs().sum(-1) > 0  # placeholders have no output
     return {
-        "pictures": len(pictures), "prefill": _figures(prefill[shown], data["prefill_logits"][shown]), "decode": _figures(decode, data["decode_logits"]),
-    }  # fmt: skip
+        "pictures": len(pictures),
+        "prefill": _figures(prefill[shown], data["prefill_logits"][shown]),
+        "decode": _figures(decode, data["decode_logits"]),
+    }
 
 
 # ---- several devices ----
@@ -337,9 +373,20 @@ def parallel(model: str, preset: str, tokens: int = 8, **options: Any) -> Result
 
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     llm = vllm.LLM(
-        model=model, dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, gpu_memory_utilization=0.05,
-        num_gpu_blocks_override=64, block_size=128, enable_prefix_caching=False, skip_tokenizer_init=True, limit_mm_per_prompt={"image": 0}, **options,
-    )  # fmt: skip
+        model=model,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        gpu_memory_utilization=0.05,
+        num_gpu_blocks_override=64,
+        block_size=128,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        limit_mm_per_prompt={"image": 0},
+        **options,
+    )
     prompts = [{"prompt_token_ids": prompt_of(preset, n)[0]} for n in (17, 40)]
     parameters = vllm.SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=2, ignore_eos=True, detokenize=False)
     out: Result = {"tokens": [], "gaps": []}
@@ -365,17 +412,30 @@ async def _idle_ranks(model: str, preset: str, tokens: int, options: dict[str, A
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(
-        model=model, dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, gpu_memory_utilization=0.05,
-        num_gpu_blocks_override=64, block_size=128, enable_prefix_caching=False, skip_tokenizer_init=True, limit_mm_per_prompt={"image": 0},
-        data_parallel_size=2, **options,
-    )  # fmt: skip
+        model=model,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        gpu_memory_utilization=0.05,
+        num_gpu_blocks_override=64,
+        block_size=128,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        limit_mm_per_prompt={"image": 0},
+        data_parallel_size=2,
+        **options,
+    )
     llm = AsyncLLM.from_engine_args(arguments)
     prompts = [prompt_of(preset, n)[0] for n in (17, 40)]
     parameters = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
 
     async def one(which: int, name: str) -> list[int]:
         last: Any = None
-        async for last in llm.generate({"prompt_token_ids": prompts[which]}, parameters, name, data_parallel_rank=which):
+        async for last in llm.generate(
+            {"prompt_token_ids": prompts[which]}, parameters, name, data_parallel_rank=which
+        ):
             pass
         return list(last.outputs[0].token_ids)
 
@@ -400,14 +460,27 @@ SCENARIOS: dict[str, Scenario] = {}
 for _preset, _lengths in (("a", (17, 40, 130, 300)), ("c", (17, 40, 130))):
     for _weights in ("bf16", "w8a8"):
         for _name, _options in (("v1", {}), ("v2", _V2), ("v1-graph", _GRAPHS), ("v2-graph", _V2 | _GRAPHS)):
-            SCENARIOS[f"{_preset}-{_weights}-{_name}"] = Scenario(forced, _preset, _weights, {"lengths": _lengths, **_options})
+            SCENARIOS[f"{_preset}-{_weights}-{_name}"] = Scenario(
+                forced, _preset, _weights, {"lengths": _lengths, **_options}
+            )
 SCENARIOS |= {
     "dspark-v1": Scenario(dspark, options={"lengths": (17, 40, 130)}),
     "dspark-v2": Scenario(dspark, options={"lengths": (17,), **_V2}),
     "dspark-v2-corrected": Scenario(dspark, options={"lengths": (17,), "corrected_tap": True, **_V2}),
     "dspark-v1-w8a8": Scenario(dspark, weights="w8a8"),
-    "dspark-v1-graph": Scenario(dspark, options={"lengths": (17,), "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}, **_GRAPHS}),
-    "dspark-v2-graph": Scenario(dspark, options={"lengths": (17,), "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}, **_GRAPHS, **_V2}),
+    "dspark-v1-graph": Scenario(
+        dspark,
+        options={"lengths": (17,), "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}, **_GRAPHS},
+    ),
+    "dspark-v2-graph": Scenario(
+        dspark,
+        options={
+            "lengths": (17,),
+            "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0},
+            **_GRAPHS,
+            **_V2,
+        },
+    ),
     "dspark-accepted": Scenario(accepted),
     "selections-bf16": Scenario(selections, "a"),
     "selections-w8a8": Scenario(selections, "a", "w8a8"),
@@ -415,7 +488,9 @@ SCENARIOS |= {
     "blocks-64": Scenario(forced, "a", options={"lengths": (130,), "block_size": 64}),
     "together": Scenario(together, options={"max_num_batched_tokens": 37}),
     "together-v2": Scenario(together, options={"max_num_batched_tokens": 37, **_V2}),
-    "preemption": Scenario(together, options={"tokens": 16, "border": True, "max_model_len": 256, "num_gpu_blocks_override": 16}),
+    "preemption": Scenario(
+        together, options={"tokens": 16, "border": True, "max_model_len": 256, "num_gpu_blocks_override": 16}
+    ),
     "prefix-hits": Scenario(prefix_hits, "a"),
     "sampling-v1": Scenario(sampling),
     "sampling-v2": Scenario(sampling, options=_V2),
@@ -425,7 +500,13 @@ SCENARIOS |= {
     "tp1": Scenario(parallel),
     "tp2": Scenario(parallel, options={"tensor_parallel_size": 2}, devices=2),
     "ep2": Scenario(parallel, options={"tensor_parallel_size": 2, "enable_expert_parallel": True}, devices=2),
-    "ep2-w8a8-a3": Scenario(parallel, weights="w8a8", options={"tensor_parallel_size": 2, "enable_expert_parallel": True}, devices=2, device_type="A3"),
+    "ep2-w8a8-a3": Scenario(
+        parallel,
+        weights="w8a8",
+        options={"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        devices=2,
+        device_type="A3",
+    ),
     "tp1-w8a8": Scenario(parallel, weights="w8a8"),
     "dp2": Scenario(idle_ranks, options={"enable_expert_parallel": True}, devices=2),
     "nested-tables": Scenario(nested_tables, weights="w8a8"),

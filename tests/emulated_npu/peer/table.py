@@ -52,7 +52,10 @@ def _grid(results: dict[str, Any], preset: str, weights: str) -> Iterator[str]:
         if f"{preset}-{weights}-{other}" in results
     }
     if same:
-        verdicts = (f"{name}: {'bit-equal' if all(s) else f'{sum(s)} of {len(s)} prompts bit-equal'}" for name, s in same.items())
+        verdicts = (
+            f"{name}: {'bit-equal' if all(s) else f'{sum(s)} of {len(s)} prompts bit-equal'}"
+            for name, s in same.items()
+        )
         yield f"\nDecode logits of the other runners and modes against V1 eager: {'; '.join(verdicts)}."
 
 
@@ -137,7 +140,9 @@ def _against(many: dict[str, Any], one: dict[str, Any]) -> str:
         if at is None:
             parts.append(f"{len(ours)} of {len(ours)} tokens equal")
         else:
-            parts.append(f"equal up to token {at + 1}, where one device's best two lie {gaps[at]} apart in log-probability")
+            parts.append(
+                f"equal up to token {at + 1}, where one device's best two lie {gaps[at]} apart in log-probability"
+            )
     return "; ".join(parts)
 
 

@@ -27,7 +27,11 @@ def functions(path: str, **names: Any) -> SimpleNamespace:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_"):
             node.decorator_list = []
             kept.append(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, (ast.Constant, ast.BinOp)):
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, (ast.Constant, ast.BinOp))
+        ):
             kept.append(node)
     space: dict[str, Any] = {"torch": torch, "np": np, "F": torch.nn.functional, **names}
     module = ast.fix_missing_locations(ast.Module(body=list(kept), type_ignores=[]))
@@ -41,8 +45,11 @@ def indexer_golden() -> ModuleType:
 
     folder = _root() / "quant_lightning_indexer"
     sys.path.insert(0, str(folder))
-    spec = importlib.util.spec_from_file_location("quant_lightning_indexer_v2_golden", folder / "quant_lightning_indexer_v2_golden.py")
-    assert spec is not None and spec.loader is not None
+    spec = importlib.util.spec_from_file_location(
+        "quant_lightning_indexer_v2_golden", folder / "quant_lightning_indexer_v2_golden.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -84,7 +84,8 @@ class _Call:
                 return view
             if self.strict and value.dim() > 0 and value.device.type == "cpu":
                 raise EmulationError(
-                    f"{self.name}: Expected all tensors to be on the same device, but found a CPU tensor of shape {list(value.shape)}"
+                    f"{self.name}: Expected all tensors to be on the same device, but found a CPU tensor of shape "
+                    f"{list(value.shape)}"
                 )
             return value
         if isinstance(value, torch.device):

@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 HERE = Path(__file__).parent
 #: Modules that a file here stands for.
@@ -25,7 +25,7 @@ ABSENT = {"fla_npu"}
 
 
 class _Absent(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -99,7 +99,8 @@ def _operator_entries(names: list[str]) -> str:
             (name + "GetWorkspaceSize", "workspace_entry"),
         ):
             lines.append(
-                f".globl {symbol}\n.type {symbol}, @function\n{symbol}:\n    leaq .Lname{i}(%rip), %rax\n    jmp {entry}"
+                f".globl {symbol}\n.type {symbol}, @function\n{symbol}:\n    leaq .Lname{i}(%rip), %rax\n    jmp "
+                f"{entry}"
             )
     lines.append(".section .rodata")
     lines += [f'.Lname{i}: .string "{name}"' for i, name in enumerate(names)]

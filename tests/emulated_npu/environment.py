@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 TORCH = "2.13.0"
 VLLM = "0.30.0"
-#: The version that docs and issues compare with. Its source distribution cannot be installed here: its build needs CANN.
+#: The version that docs and issues compare with. It cannot be installed here: its build needs CANN.
 VLLM_ASCEND = "0.30.0rc2"
 VLLM_ASCEND_SHA256 = "05cb51448c0cd174ea338b16ebbfc8e215f44b373ea2a0d65f1314523a01152f"
 
@@ -39,7 +39,8 @@ class SetupError(RuntimeError):
 def unavailable() -> str | None:
     """Why this machine cannot run the emulated NPU, or None. Cheap: downloads nothing."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
-        return f"the emulated NPU needs Linux on x86_64 (its entry points follow that ABI); this is {sys.platform} on {platform.machine()}"
+        here = f"{sys.platform} on {platform.machine()}"
+        return f"the emulated NPU needs Linux on x86_64 (its entry points follow that ABI); this is {here}"
     if sys.version_info[:2] != (3, 11):
         return f"the pinned wheels are for Python 3.11; this is {platform.python_version()}"
     for tool in ("gcc", "nm", "ldd"):

@@ -2,7 +2,8 @@
 an NZ tensor as if it were row-major gets wrong numbers, and PyTorch's own operators refuse such tensors: torch_npu
 would convert them back behind the caller's back, or fail, depending on the operator.
 
-Layout (CANN documentation, data formats): [.., M, N] -> [.., ceil(N / c0), ceil(M / 16), 16, c0], c0 elements of 32 bytes.
+Layout (CANN documentation, data formats): [.., M, N] -> [.., ceil(N / c0), ceil(M / 16), 16, c0], c0 elements of 32
+bytes.
 """
 
 from __future__ import annotations

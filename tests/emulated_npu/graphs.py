@@ -98,7 +98,8 @@ def check_launch(stream: int) -> None:
     """Called before work starts while a replay waits."""
     if state.update is None and any(r.stream == stream for r in waiting):
         raise EmulationError(
-            "work was launched behind a replayed graph that waits for the update of its task groups (replay before update)"
+            "work was launched behind a replayed graph that waits for the update of its task groups (replay "
+            "before update)"
         )
 
 

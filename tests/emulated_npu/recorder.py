@@ -3,7 +3,7 @@ as golden data and compared; and counters of the same.
 
     with recorder.recording() as record:
         model(...)
-    record.lines       # ["aclnn aclnnRmsNorm(x=bf16[17,128], gamma=bf16[128], epsilon=1e-06, y=bf16[17,128], rstd=f32[17,1])", ...]
+    record.lines       # ["aclnn aclnnSwiGlu(x=bf16[17,128], dim=-1, out=bf16[17,64])", ...]
     record.counts      # Counter of names
     recorder.difference(golden_lines, record.lines)
 """

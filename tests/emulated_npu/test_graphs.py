@@ -51,10 +51,10 @@ def test_host_reads_are_refused_during_capture():
 
 
 def test_freed_memory_is_noticed_at_replay():
-    x = torch.ones(64 << 20, dtype=torch.uint8, device="npu")
+    held = [torch.ones(64 << 20, dtype=torch.uint8, device="npu")]
     out = torch.zeros(4, dtype=torch.uint8, device="npu")
-    graph, _ = captured(lambda: out.copy_(x[:4]))
-    del x
+    graph, _ = captured(lambda: out.copy_(held[0][:4]))
+    held.clear()
     torch.npu.empty_cache()
     with pytest.raises(RuntimeError, match="use after free"):
         graph.replay()
@@ -115,6 +115,9 @@ def test_replay_before_update_is_noticed():
 
 def test_a_group_must_be_closed():
     graph = torch.npu.NPUGraph()
-    with pytest.raises(RuntimeError, match="task group"), torch.npu.graph(graph, stream=torch.npu.Stream()):
-        torch.npu.graph_task_group_begin(torch.npu.current_stream())
-        torch.npu.graph_task_group_begin(torch.npu.current_stream())
+    with torch.npu.graph(graph, stream=torch.npu.Stream()):
+        stream = torch.npu.current_stream()
+        torch.npu.graph_task_group_begin(stream)
+        with pytest.raises(RuntimeError, match="task groups do not nest"):
+            torch.npu.graph_task_group_begin(stream)
+        torch.npu.graph_task_group_end(stream)

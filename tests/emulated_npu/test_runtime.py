@@ -152,13 +152,17 @@ def test_registration_refusals(acl, pinned):
 
 
 def test_registration_before_set_device():
-    """Without any device: refused. With torch_npu's default device: bound to device 0, and another device cannot use it."""
+    """Without any device: refused. With torch_npu's default device: bound to device 0, and another device
+    cannot use it.
+    """
     import subprocess
     import sys
 
     code = (
-        "import ctypes; l = ctypes.CDLL('libascendcl.so'); p = ctypes.c_void_p(); l.aclrtMallocHost(ctypes.byref(p), 4096); "
-        "l.aclrtHostRegisterV2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]; print(l.aclrtHostRegisterV2(p, 4096, 2))"
+        "import ctypes; l = ctypes.CDLL('libascendcl.so'); p = ctypes.c_void_p(); "
+        "l.aclrtMallocHost(ctypes.byref(p), 4096); "
+        "l.aclrtHostRegisterV2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]; "
+        "print(l.aclrtHostRegisterV2(p, 4096, 2))"
     )
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == str(NO_CONTEXT)

@@ -1,4 +1,5 @@
-"""vllm-ascend 0.30.0rc2's own DeepSeek-V4.1 on the emulated NPU: a part of the yardstick, in the tolerances of golden/README.md.
+"""vllm-ascend 0.30.0rc2's own DeepSeek-V4.1 on the emulated NPU: a part of the yardstick, in the tolerances of
+golden/README.md.
 
 All of it: tests/emulated_npu/yardstick.py, whose figures docs/peer-on-emulated-npu.md shows.
 """
@@ -15,7 +16,8 @@ RMS, COSINE, KL, TOP1 = range(4)
 
 
 def within(figures, row=(0.05, 0.9985, 0.015, 0.90)):
-    """BF16, and INT8 beside BF16, against exact-fp32 (one near tie of 17 rows is .94). The rms of a prompt with a routing flip
+    """BF16, and INT8 beside BF16, against exact-fp32 (one near tie of 17 rows is .94). The rms of a prompt with a
+    routing flip
     between BF16 and FP32 (set c, 17 tokens) is measured against exact-weights by the caller."""
     return figures[RMS] <= row[0] and figures[COSINE] >= row[1] and figures[KL] <= row[2] and figures[TOP1] >= row[3]
 
@@ -66,11 +68,10 @@ def test_selections_are_the_golden_ones_but_for_near_ties():
     result = SCENARIOS["selections-bf16"]()
     assert set(result) >= {"layer 2", "layer 5", "layer 7"}
     for name in ("layer 2", "layer 5", "layer 7"):
-        assert (
-            result[name]["equal"] >= 100
-            and result[name]["missing"] <= 0.03 * result[name]["of"]
-            and result[name]["worst_gap"] < 0.05
-        ), (name, result[name])
+        layer = result[name]
+        assert layer["equal"] >= 100, (name, layer)
+        assert layer["missing"] <= 0.03 * layer["of"], (name, layer)
+        assert layer["worst_gap"] < 0.05, (name, layer)
 
 
 def test_a_skipped_candidate_stage_shows_in_selections(monkeypatch):

@@ -63,7 +63,9 @@ class TensorArgument:
     address: int
 
     def attach(self) -> torch.Tensor:
-        """CPU tensor over the device memory; an NZ tensor becomes a row-major copy, since only whole-tensor readers take it."""
+        """CPU tensor over the device memory; an NZ tensor becomes a row-major copy, since only whole-tensor
+        readers take it.
+        """
         if 0 in self.sizes:
             return torch.empty(self.sizes, dtype=self.dtype)
         if self.format != formats.NZ:

@@ -9,17 +9,22 @@ import torch
 from . import operator
 
 _FUSED = (
-    "query:T key:L value:L pse_shift:T mask:T lengths:A kv_lengths:A dequant_scale1:T quant_scale1:T dequant_scale2:T quant_scale2:T quant_offset2:T "
-    "antiquant_scale:T antiquant_offset:T block_table:T query_padding:T kv_padding:T key_antiquant_scale:T key_antiquant_offset:T "
-    "value_antiquant_scale:T value_antiquant_offset:T key_prefix:T value_prefix:T prefix_length:A query_rope:T key_rope:T key_rope_antiquant_scale:T "
-    "heads:i scale:d pre_tokens:i next_tokens:i layout:s kv_heads:i sparse_mode:i inner_precise:i block_size:i antiquant_mode:i lse_flag:b "
+    "query:T key:L value:L pse_shift:T mask:T lengths:A kv_lengths:A dequant_scale1:T quant_scale1:T "
+    "dequant_scale2:T quant_scale2:T quant_offset2:T "
+    "antiquant_scale:T antiquant_offset:T block_table:T query_padding:T kv_padding:T key_antiquant_scale:T "
+    "key_antiquant_offset:T "
+    "value_antiquant_scale:T value_antiquant_offset:T key_prefix:T value_prefix:T prefix_length:A query_rope:T "
+    "key_rope:T key_rope_antiquant_scale:T "
+    "heads:i scale:d pre_tokens:i next_tokens:i layout:s kv_heads:i sparse_mode:i inner_precise:i block_size:i "
+    "antiquant_mode:i lse_flag:b "
     "key_antiquant_mode:i value_antiquant_mode:i out:T lse:T"
 )
 
 
 @operator(
     "aclnnScatterPaKvCache",
-    "key:T key_cache:T slots:T value:T value_cache:T compress_lens:T compress_offset:T seq_lens:T cache_mode:s scatter_mode:s strides:A offsets:A",
+    "key:T key_cache:T slots:T value:T value_cache:T compress_lens:T compress_offset:T seq_lens:T cache_mode:s "
+    "scatter_mode:s strides:A offsets:A",
 )
 def scatter_kv_cache(a: SimpleNamespace) -> None:
     """Row i goes to block slots[i] // block size, row slots[i] % block size; negative slots are skipped."""

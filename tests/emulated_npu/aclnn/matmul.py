@@ -11,7 +11,10 @@ from .. import formats
 from ..library import EmulationError
 from . import operator
 
-_QUANT = "x1:T x2:T x1_scale:T x2_scale:T y_scale:T x1_offset:T x2_offset:T y_offset:T bias:T transpose_x1:b transpose_x2:b group_size:i out:T"
+_QUANT = (
+    "x1:T x2:T x1_scale:T x2_scale:T y_scale:T x1_offset:T x2_offset:T y_offset:T bias:T "
+    "transpose_x1:b transpose_x2:b group_size:i out:T"
+)
 
 
 def _quant_matmul(a: SimpleNamespace) -> None:
@@ -55,7 +58,8 @@ def quant_matmul_nz(a: SimpleNamespace) -> None:
 operator("aclnnQuantMatmulV5", _QUANT)(_quant_matmul)
 
 _GROUPED = (
-    "x:L weight:L bias:L scale:L offset:L antiquant_scale:L antiquant_offset:L per_token_scale:L group_list:T activation_input:L "
+    "x:L weight:L bias:L scale:L offset:L antiquant_scale:L antiquant_offset:L per_token_scale:L group_list:T "
+    "activation_input:L "
     "activation_quant_scale:L activation_quant_offset:L split_item:i group_type:i group_list_type:i activation:i"
 )
 _GROUPED_OUT = " out:L activation_feature_out:L dynamic_quant_scale_out:L"

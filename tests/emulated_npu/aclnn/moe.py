@@ -15,7 +15,8 @@ from . import operator
 
 @operator(
     "aclnnMoeInitRoutingV3",
-    "x:T experts:T scale:T offset:T active:i capacity:i expert_count:i drop_pad:i counts_type:i counts_flag:b quant_mode:i expert_range:A "
+    "x:T experts:T scale:T offset:T active:i capacity:i expert_count:i drop_pad:i counts_type:i counts_flag:b "
+    "quant_mode:i expert_range:A "
     "row_index_type:i expanded:T row_index:T counts:T expanded_scale:T",
 )
 def init_routing(a: SimpleNamespace) -> None:
@@ -76,8 +77,10 @@ def _exchange(communicator: str, tag: int, value: Any) -> list[Any]:
 
 @operator(
     "aclnnMoeDistributeDispatchV4",
-    "x:T experts:T scales:T active:T expert_scales:T elastic:T performance:T group:s ranks:i rank:i expert_count:i tp_group:s tp_ranks:i tp_rank:i "
-    "shard_type:i shared_experts:i shared_ranks:i quant_mode:i global_batch:i counts_type:i algorithm:s zero_experts:i copy_experts:i const_experts:i "
+    "x:T experts:T scales:T active:T expert_scales:T elastic:T performance:T group:s ranks:i rank:i "
+    "expert_count:i tp_group:s tp_ranks:i tp_rank:i "
+    "shard_type:i shared_experts:i shared_ranks:i quant_mode:i global_batch:i counts_type:i algorithm:s "
+    "zero_experts:i copy_experts:i const_experts:i "
     "expanded:T dynamic_scales:T assist:T counts:T received:T tp_received:T expanded_scales:T",
 )
 def distribute_dispatch(a: SimpleNamespace) -> None:
@@ -120,9 +123,12 @@ def distribute_dispatch(a: SimpleNamespace) -> None:
 
 @operator(
     "aclnnMoeDistributeCombineV4",
-    "expanded:T experts:T assist:T sent:T expert_scales:T tp_sent:T active:T activation_scale:T weight_scale:T group_list:T expanded_scales:T "
-    "shared_x:T elastic:T original_x:T alpha1:T alpha2:T constant:T performance:T group:s ranks:i rank:i expert_count:i tp_group:s tp_ranks:i tp_rank:i "
-    "shard_type:i shared_experts:i shared_ranks:i global_batch:i out_dtype:i comm_quant_mode:i group_list_type:i algorithm:s zero_experts:i "
+    "expanded:T experts:T assist:T sent:T expert_scales:T tp_sent:T active:T activation_scale:T weight_scale:T "
+    "group_list:T expanded_scales:T "
+    "shared_x:T elastic:T original_x:T alpha1:T alpha2:T constant:T performance:T group:s ranks:i rank:i "
+    "expert_count:i tp_group:s tp_ranks:i tp_rank:i "
+    "shard_type:i shared_experts:i shared_ranks:i global_batch:i out_dtype:i comm_quant_mode:i group_list_type:i "
+    "algorithm:s zero_experts:i "
     "copy_experts:i const_experts:i out:T",
 )
 def distribute_combine(a: SimpleNamespace) -> None:

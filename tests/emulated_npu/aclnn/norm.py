@@ -87,7 +87,9 @@ def constant_pad(a: SimpleNamespace) -> None:
 
 @operator("aclnnNpuFormatCast", "source:T target:T")
 def format_cast(a: SimpleNamespace) -> None:
-    """Between row-major and FRACTAL_NZ; `attach` gives NZ tensors as row-major copies, so the target is written here."""
+    """Between row-major and FRACTAL_NZ; `attach` gives NZ tensors as row-major copies, so the target is
+    written here.
+    """
     target = a.described.target
     if target.format != formats.NZ:
         a.target.copy_(a.source)

@@ -1,4 +1,6 @@
-"""Sparse multi-head latent attention over a paged cache (csrc/attention of vllm-ascend; spec/peer-on-emulated-npu.md 7)."""
+"""Sparse multi-head latent attention over a paged cache (csrc/attention of vllm-ascend;
+spec/peer-on-emulated-npu.md 7).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def npu_sparse_flash_mla_metadata(num_heads_q: int, num_heads_kv: int, head_dim:
     """Tiling data of the kernel; its content means nothing here."""
     if options.get("layout_q", "BSND") != "TND" or options.get("layout_kv", "BSND") != "PA_BBND":
         raise ValueError(
-            f"npu_sparse_flash_mla_metadata: layouts {options.get('layout_q')}, {options.get('layout_kv')}; expected TND, PA_BBND"
+            f"npu_sparse_flash_mla_metadata: layouts {options.get('layout_q')}, {options.get('layout_kv')}; "
+            f"expected TND, PA_BBND"
         )
     return torch.zeros(1024, dtype=torch.int32)
 
@@ -63,7 +66,8 @@ def _check(o: dict[str, Any]) -> None:
 @reference
 def npu_sparse_flash_mla(q: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """q [T, N, D] BF16 -> [T, N, D]; key = value = cache row. One softmax over the window (or the listed positions) and
-    the listed compressed rows; the sink is a further logit without value. Probabilities stay FP32 (a kernel rounds them).
+    the listed compressed rows; the sink is a further logit without value. Probabilities stay FP32 (a kernel rounds
+    them).
 
     Row i of a request with n queries and L cached positions is at position p = L - n + i. It sees positions
     max(p - ori_win_left, 0) .. p + ori_win_right, or ori_sparse_indices[:ori_topk_length] as they stand, and those

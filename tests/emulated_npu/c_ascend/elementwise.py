@@ -54,7 +54,9 @@ def inplace_partial_rotary_mul(
     partial_slice: list[int],
     negate_sin: bool = False,
 ) -> None:
-    """Rotates x[.., start:end] in place by cos r1 and sin r2, which hold every angle twice. A kernel computes in FP32."""
+    """Rotates x[.., start:end] in place by cos r1 and sin r2, which hold every angle twice. A kernel computes
+    in FP32.
+    """
     start, end = partial_slice
     part, cos, sin = x[..., start:end].float(), r1.float(), r2.float() * (-1 if negate_sin else 1)
     while cos.dim() < part.dim():

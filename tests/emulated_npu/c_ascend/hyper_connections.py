@@ -20,7 +20,8 @@ def npu_hc_pre_v3(
     norm_eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> tuple[torch.Tensor, ...]:
-    """x [T, m, D] -> (y [T, D], post [T, m], comb [T, m, m], pre [T, m]); y mixes the streams with pre_mix (or with pre).
+    """x [T, m, D] -> (y [T, D], post [T, m], comb [T, m, m], pre [T, m]); y mixes the streams with pre_mix (or with
+    pre).
 
     The Sinkhorn iteration ends on a column step; hc_eps is added to pre, to the softmax and in every division.
     """

@@ -17,15 +17,18 @@ def npu_quant_lightning_indexer_v2_metadata(
     """Tiling data of the kernel; its content means nothing here."""
     if quant_mode != 2 or options.get("mask_mode", 3) != 3:
         raise ValueError(
-            f"npu_quant_lightning_indexer_v2_metadata: quant_mode {quant_mode}, mask_mode {options.get('mask_mode', 3)}; expected 2, 3"
+            f"npu_quant_lightning_indexer_v2_metadata: quant_mode {quant_mode}, mask_mode "
+            f"{options.get('mask_mode', 3)}; expected 2, 3"
         )
     return torch.zeros(1024, dtype=torch.int32)
 
 
 def scores(query: torch.Tensor, key: torch.Tensor, weight: torch.Tensor, key_scale: torch.Tensor) -> torch.Tensor:
-    """query INT8 [n, H, D], key INT8 [K, D], weight FP16 [n, H] (index weight x query scale), key_scale FP16 [K] -> [n, K].
+    """query INT8 [n, H, D], key INT8 [K, D], weight FP16 [n, H] (index weight x query scale), key_scale FP16 [K] ->
+    [n, K].
 
-    As the kernel's golden: FP16(relu(INT32 / 1024)) times the FP16 weight, summed over heads in FP32, times the key's scale.
+    As the kernel's golden: FP16(relu(INT32 / 1024)) times the FP16 weight, summed over heads in FP32, times the key's
+    scale.
     """
     products = torch.einsum("nhd,kd->nhk", query.double(), key.double())  # exact: |sum| < 2^53
     activated = (products / 1024).clamp_min(0).half().float()
@@ -60,7 +63,8 @@ def npu_quant_lightning_indexer_v3(
     candidate_topk_blocks: int = 2048,
     candidate_block_size: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> (rows int32 [T, 1, topk], nothing, candidate blocks int32 [T, 1, candidate_topk_blocks] in mode 1), padded with -1.
+    """-> (rows int32 [T, 1, topk], nothing, candidate blocks int32 [T, 1, candidate_topk_blocks] in mode 1), padded
+    with -1.
 
     candidate_mode 1 also returns the best blocks (the newest always among them); 2 scores only rows of the given
     blocks; 3 neither. Of equal scores the smaller row comes first (the kernel leaves that open).

@@ -92,7 +92,8 @@ def grouped_matmul_swiglu_quant_weight_nz(
     offset: torch.Tensor | None = None,
     swiglu_limit: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
-    """x INT8 [T, K] sorted by expert, weight INT8 [E, K, 2 N] (NZ), scales [E, 2 N] and [T], cumulative counts int64 [E]
+    """x INT8 [T, K] sorted by expert, weight INT8 [E, K, 2 N] (NZ), scales [E, 2 N] and [T], cumulative counts int64
+    [E]
     -> (INT8 [T, N], scale [T], nothing)."""
     return _grouped(x, weight, weight_scale, x_scale, group_list, swiglu_limit)
 

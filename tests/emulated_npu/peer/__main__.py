@@ -1,4 +1,6 @@
-"""python tests/emulated_npu/yardstick.py runs these; inside the emulated environment: python -m emulated_npu.peer NAME."""
+"""python tests/emulated_npu/yardstick.py runs these; inside the emulated environment: python -m
+emulated_npu.peer NAME.
+"""
 
 import json
 import sys

@@ -41,7 +41,9 @@ def _key() -> str:
 
 
 def converted(preset: str, weights: str, nested: bool = False) -> Path:
-    """Folder of preset "a" or "c" in "bf16" or "w8a8"; nested: as the converter wrote it, tables in their own folder."""
+    """Folder of preset "a" or "c" in "bf16" or "w8a8"; nested: as the converter wrote it, tables in their own
+    folder.
+    """
     from vllm_ascend_dsv41.quant import Weights, convert
     from vllm_ascend_dsv41.tiny_checkpoint import PRESETS, Sizes, write_checkpoint
 

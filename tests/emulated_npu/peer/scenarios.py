@@ -53,7 +53,9 @@ def prompt_of(preset: str, length: int) -> tuple[list[int], list[int]]:
 
 
 def any_index_width() -> None:
-    """rc2's Triton kernel that quantises index queries takes a width of 128 only; set a has 64. The one patch of rc2."""
+    """rc2's Triton kernel that quantises index queries takes a width of 128 only; set a has 64. The one patch
+    of rc2.
+    """
     import vllm_ascend.ops.triton.quantize_indexer_query as module
 
     own = module.quantize_indexer_query
@@ -91,7 +93,9 @@ def _figures(found: Tensor, wanted: Tensor) -> list[float]:
 
 
 def compare(trace: Trace, preset: str, length: int, head: Tensor, prefill: bool = True) -> Result:
-    """{variant: {"prefill": [rms, cosine, KL, top-1], "decode": [...]}}; prefill through an FP32 head, decode as rc2 says it."""
+    """{variant: {"prefill": [rms, cosine, KL, top-1], "decode": [...]}}; prefill through an FP32 head, decode
+    as rc2 says it.
+    """
     out: Result = {}
     for variant in VARIANTS:
         data = golden(preset, length, variant)
@@ -178,7 +182,8 @@ def tapped_layers(own: Engine) -> list[int]:
 
 
 def accepted(model: str, preset: str, length: int = 17, **options: Any) -> Result:
-    """Drafts are accepted and rejected in turn (0, 3, 5, 1, 2, 5, 4, 0, 1 of 5); the rows against a plain prefill of the
+    """Drafts are accepted and rejected in turn (0, 3, 5, 1, 2, 5, 4, 0, 1 of 5); the rows against a plain prefill of
+    the
     resulting text: what survives in rings, windows and histories."""
     pattern = [0, 3, 5, 1, 2, 5, 4, 0, 1]
     own = engine(model, preset, speculative_config=dict(DSPARK), **options)
@@ -225,7 +230,9 @@ def selections(model: str, preset: str = "a", length: int = 130, **options: Any)
 
 
 def _selection(found: Tensor, wanted: Tensor, scores: Tensor) -> Result:
-    """Rows whose set is the golden one, and how far apart the scores of exchanged positions are (share of the row's maximum)."""
+    """Rows whose set is the golden one, and how far apart the scores of exchanged positions are (share of the
+    row's maximum).
+    """
     equal, gaps, missing, total = 0, [0.0], 0, 0
     for row, (a, b) in enumerate(zip(found, wanted, strict=True)):
         ours, theirs = set(a[a >= 0].tolist()), set(b[b >= 0].tolist())
@@ -301,7 +308,9 @@ def sampling(model: str, preset: str, draws: int = 320, **options: Any) -> Resul
 
 # ---- images ----
 def images(model: str, preset: str = "a", name: str = "image_1", **options: Any) -> Result:
-    """Golden image prompts, given to the engine as processed inputs: the tiny tokenizer lacks the processor's fixed ids."""
+    """Golden image prompts, given to the engine as processed inputs: the tiny tokenizer lacks the processor's
+    fixed ids.
+    """
     from transformers import BatchFeature
     from vllm import SamplingParams
     from vllm.inputs.engine import mm_input
@@ -432,12 +441,9 @@ async def _idle_ranks(model: str, preset: str, tokens: int, options: dict[str, A
     parameters = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
 
     async def one(which: int, name: str) -> list[int]:
-        last: Any = None
-        async for last in llm.generate(
-            {"prompt_token_ids": prompts[which]}, parameters, name, data_parallel_rank=which
-        ):
-            pass
-        return list(last.outputs[0].token_ids)
+        request = {"prompt_token_ids": prompts[which]}
+        outputs = [o async for o in llm.generate(request, parameters, name, data_parallel_rank=which)]
+        return list(outputs[-1].outputs[0].token_ids)
 
     alone = [await one(0, "alone0"), await one(1, "alone1")]
     both = await asyncio.gather(one(0, "both0"), one(1, "both1"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 #: spec/peer-on-emulated-npu.md section 3: prefill rms, decode rms by (set, grid, prompt, variant).
@@ -12,20 +13,7 @@ EARLIER = {
     ("c", "bf16"): {"17": (0.0579, 0.0286), "40": (0.0149, 0.0187), "130": (0.0261, 0.0137)},
 }
 
-HEAD = """# vllm-ascend's own DeepSeek-V4.1 as a yardstick
-
-What `vllm-ascend` 0.30.0rc2, unmodified, computes on tiny checkpoints on the **emulated** NPU (tests/emulated_npu/README.md), against
-DeepSeek's own recorded outputs. It is what ours is measured against. Nothing here ran on an NPU: these figures show host code and
-composed mathematics with our references of the operators; they say nothing about kernels, speed or memory.
-
-Reproduce: `.venv/bin/python tests/emulated_npu/yardstick.py` (all, about {minutes} minutes of one core, two at a time); names after it
-run a part. This file and `peer-on-emulated-npu.json` are written by that command. A part of it is a test (tests/emulated_npu/test_v41.py).
-
-Set `a` and set `c` are tests/golden; `c` has the released sizes of a head. Prefill logits are rc2's hidden states through an
-FP32 head, decode logits are rc2's own (BF16 head); decode is forced along DeepSeek's tokens, 24 steps. A cell holds
-relative RMS / mean cosine / mean KL / top-1 agreement. Set `a` needs one patch of rc2 (its index-query kernel takes a width of
-128 only); set `c` needs none. Checkpoints come from `dsv41 quantize`, Engram tables moved beside the other shards (see below).
-"""
+HEAD, TAIL = ((Path(__file__).with_name(name)).read_text() for name in ("head.md", "tail.md"))
 
 
 def _cell(figures: list[float]) -> str:
@@ -62,7 +50,7 @@ def _grid(results: dict[str, Any], preset: str, weights: str) -> Iterator[str]:
 def _drafts(results: dict[str, Any]) -> Iterator[str]:
     yield "\n## DSpark, five drafts\n"
     yield "First draft equal / all drafts equal to golden `spec_output_ids` at the same anchors; set c.\n"
-    yield "| run | inputs tapped of layers | prompt | exact-fp32 | exact-weights | official | target decode rms (exact-weights) |"
+    yield "| run | taps inputs of | prompt | exact-fp32 | exact-weights | official | target decode rms (exact-weights) |"
     yield "|---|---|---|---|---|---|---|"
     for name, result in results.items():
         if not name.startswith("dspark-") or "tap" not in result:
@@ -77,16 +65,21 @@ def _drafts(results: dict[str, Any]) -> Iterator[str]:
     if "dspark-accepted" in results:
         r = results["dspark-accepted"]
         yield (
-            f"\nForced acceptance (0, 3, 5, 1, 2, 5, 4, 0, 1 of 5 in turn, {r['verify_steps']} verify steps): the {r['rows']} rows that count, against"
+            f"\nForced acceptance (0, 3, 5, 1, 2, 5, 4, 0, 1 of 5 in turn, {r['verify_steps']} verify steps): the "
+            f"{r['rows']} rows that count, against"
             f" a plain prefill of the resulting text: {_cell(r['plain_prefill'])}."
         )
     v1, v2, fixed = (results.get(n, {}).get("17.drafts") for n in ("dspark-v1", "dspark-v2", "dspark-v2-corrected"))
     if v1 and v2 and fixed:
         yield (
-            f"\n**Why V1 and V2 draft differently.** rc2's model taps the *input* of a layer when the layer's id plus one is asked for. Its V1 runner adds"
-            f" that one; its V2 runner takes upstream's ids as they are, so it taps one layer too low. Drafts of V2 equal those of V1 in"
-            f" {sum(a == b for a, b in zip(v1, v2, strict=True))} of {len(v1)} steps; with the ids that V1 uses (`dspark-v2-corrected`) in"
-            f" {sum(a == b for a, b in zip(v1, fixed, strict=True))} of {len(v1)}. Served tokens are right either way, only acceptance suffers."
+            f"\n**Why V1 and V2 draft differently.** rc2's model taps the *input* of a layer when the layer's id "
+            f"plus one is asked for. Its V1 runner adds"
+            f" that one; its V2 runner takes upstream's ids as they are, so it taps one layer too low. Drafts of "
+            f"V2 equal those of V1 in"
+            f" {sum(a == b for a, b in zip(v1, v2, strict=True))} of {len(v1)} steps; with the ids that V1 uses "
+            f"(`dspark-v2-corrected`) in"
+            f" {sum(a == b for a, b in zip(v1, fixed, strict=True))} of {len(v1)}. Served tokens are right either "
+            f"way, only acceptance suffers."
         )
 
 
@@ -98,37 +91,46 @@ def _rest(results: dict[str, Any]) -> Iterator[str]:
         for layer, r in results.get(name, {}).items():
             if isinstance(r, dict):
                 yield (
-                    f"| {name}, {layer}, set a, 130 tokens | {r['equal']} of {r['rows']} rows select what exact-fp32 selects; {r['missing']} of {r['of']}"
-                    f" positions exchanged, their scores apart by at most {100 * r['worst_gap']:.1f} % of the row's maximum |"
+                    f"| {name}, {layer}, set a, 130 tokens | {r['equal']} of {r['rows']} rows select what "
+                    f"exact-fp32 selects; {r['missing']} of {r['of']}"
+                    f" positions exchanged, their scores apart by at most {100 * r['worst_gap']:.1f} % of the "
+                    f"row's maximum |"
                 )
     for name in ("chunks", "blocks-64"):
         for length in (k for k in results.get(name, {}) if k.isdigit()):
-            yield f"| {name}, {length} tokens, against exact-fp32 | {_cell(results[name][length]['exact-fp32']['prefill'])}; decode {_cell(results[name][length]['exact-fp32']['decode'])} |"
+            figures = results[name][length]["exact-fp32"]
+            cells = f"{_cell(figures['prefill'])}; decode {_cell(figures['decode'])}"
+            yield f"| {name}, {length} tokens, against exact-fp32 | {cells} |"
     for name in ("together", "together-v2", "preemption"):
         if name in results:
             r = results[name]
-            yield f"| {name} | {sum(r['equal'])} of {len(r['equal'])} requests give the tokens that they give alone; {r['preempted']} preemptions |"
+            alone = f"{sum(r['equal'])} of {len(r['equal'])} requests give the tokens that they give alone"
+            yield f"| {name} | {alone}; {r['preempted']} preemptions |"
     if "prefix-hits" in results:
         r = results["prefix-hits"]
-        yield f"| prefix-hits | {r['cached']} tokens from the cache; {r['equal']} of {r['rows']} recomputed rows bit-equal |"
+        rows = f"{r['equal']} of {r['rows']} recomputed rows bit-equal"
+        yield f"| prefix-hits | {r['cached']} tokens from the cache; {rows} |"
     for name in ("sampling-v1", "sampling-v2"):
         if name in results:
             r = results[name]
             yield (
-                f"| {name} | {r['draws']} seeded draws at temperature 1: total variation {r['total_variation']} from softmax (such a sample is expected to"
+                f"| {name} | {r['draws']} seeded draws at temperature 1: total variation {r['total_variation']} "
+                f"from softmax (such a sample is expected to"
                 f" show {r['expected']}); a seed repeats in another batch: {'yes' if r['seed_repeats'] else 'no'} |"
             )
     for name in ("image-1", "image-2", "image-1-w8a8"):
         if name in results:
             r = results[name]
-            yield f"| {name}: {r['pictures']} picture(s), against exact-fp32 | prefill {_cell(r['prefill'])}; decode {_cell(r['decode'])} |"
+            cells = f"prefill {_cell(r['prefill'])}; decode {_cell(r['decode'])}"
+            yield f"| {name}: {r['pictures']} picture(s), against exact-fp32 | {cells} |"
     for name, single in (("tp2", "tp1"), ("ep2", "tp1"), ("ep2-w8a8-a3", "tp1-w8a8")):
         if name in results and single in results:
             yield f"| {name} | {_against(results[name], results[single])} |"
     if "dp2" in results and "tp1" in results:
         r = results["dp2"]
         equal = sum(a == b == c for a, b, c in zip(r["tokens"], r["together"], results["tp1"]["tokens"], strict=True))
-        yield f"| dp2, each rank idle in turn, then both working | {equal} of {len(r['tokens'])} requests give the tokens of one device |"
+        verdict = f"{equal} of {len(r['tokens'])} requests give the tokens of one device"
+        yield f"| dp2, each rank idle in turn, then both working | {verdict} |"
     if "nested-tables" in results:
         yield f"| nested-tables | decode rms {results['nested-tables']['decode_rms']} |"
 
@@ -144,20 +146,6 @@ def _against(many: dict[str, Any], one: dict[str, Any]) -> str:
                 f"equal up to token {at + 1}, where one device's best two lie {gaps[at]} apart in log-probability"
             )
     return "; ".join(parts)
-
-
-TAIL = """
-## What is behind some rows
-
-- **nested-tables.** Published W8A8 checkpoints, and ours, keep the Engram tables in `engram_int8/`. rc2 reads a table when vLLM's loader meets
-  its name, and that loader looks at `*.safetensors` of the checkpoint's own folder: the tables are never met, nothing complains,
-  and rc2 serves rows that nobody wrote. The row shows the size of the error. All other rows use a folder in which the
-  tables lie beside the other shards, which both readers take.
-- **tp2, the eighth token.** The rows of two ranks are summed in another order and rounded to BF16; the token differs where one device has a near tie.
-- **ep2** on A2 gathers all tokens on all ranks; on A3 (`ep2-w8a8-a3`) decode uses dispatch and combine, prefill all-to-all.
-- **Graphs and DSpark.** V1 drafts eagerly whatever the setting; V2 captures the draft as well when the target is captured.
-- Not here: pipeline parallelism, prefill/decode disaggregation, context parallelism, LoRA, sleep mode, A5.
-"""
 
 
 def render(results: dict[str, Any]) -> str:

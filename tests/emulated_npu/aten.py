@@ -134,7 +134,8 @@ def _kernel(name: str, schema: torch._C.FunctionSchema) -> Callable[..., Any]:
             options[k] = torch.empty(0, dtype=v.dtype)
         device = call.device or current_device()
         if draws and not any(isinstance(a, torch.Generator) for a in given):
-            options["generator"] = _generator(options.get("generator"), device)
+            given_generator: Any = options.get("generator")
+            options["generator"] = _generator(given_generator, device)
         elif draws:
             given = [_generator(a, device) if isinstance(a, torch.Generator) else a for a in given]
         if reads_host or (base in ("copy_", "_copy_from") and _brings_to_host(base, arguments, keywords)):
@@ -175,7 +176,7 @@ def _fill(cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], ou
             for k, target in targets.items():
                 target.copy_(fresh[k])
 
-        graphs.record(again, *_tensors(given), *targets.values())
+        graphs.record(str(cpu), again, *_tensors(given), *targets.values())
     values = tuple(out.values())
     return values[0] if len(values) == 1 else values
 
@@ -194,7 +195,7 @@ def _record(
         for i, target in fresh:
             target.copy_(computed[i])
 
-    graphs.record(again, *_tensors(given), *_tensors(list(options.values())), *(t for _, t in fresh))
+    graphs.record(call.name, again, *_tensors(given), *_tensors(list(options.values())), *(t for _, t in fresh))
 
 
 def _poisoned(name: str) -> Callable[..., Any]:

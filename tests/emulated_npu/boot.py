@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 HERE = Path(__file__).parent
 #: Modules that a file here stands for.
@@ -25,7 +25,9 @@ ABSENT = {"fla_npu"}
 
 
 class _Absent(types.ModuleType):
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

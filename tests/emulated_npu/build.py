@@ -140,7 +140,19 @@ def build(wheel: Path, torch_lib: Path, out: Path) -> None:
     unlisted.write_text("void fakecann_unlisted(const char *);\n" + body)
     entries = out / "operators.S"
     entries.write_text(_operator_entries(aclnn_operators(wheel)))
-    link = ["gcc", "-shared", "-fPIC", "-w", *objects, unlisted, entries, "-o", library, "-lpthread", "-lrt"]
+    link: list[str | Path] = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-w",
+        *objects,
+        unlisted,
+        entries,
+        "-o",
+        library,
+        "-lpthread",
+        "-lrt",
+    ]
     subprocess.run(link, check=True)
     for name in SONAMES:
         (out / name).unlink(missing_ok=True)

@@ -72,7 +72,7 @@ def kernel(namespace: str, name: str, references: dict[str, Reference]) -> Calla
                 for i, target in fresh:
                     target.copy_(computed[i])
 
-            graphs.record(again, *_tensors([*positional, *named.values()]), *(t for _, t in fresh))
+            graphs.record(name, again, *_tensors([*positional, *named.values()]), *(t for _, t in fresh))
         return tuple(out) if isinstance(result, tuple) else out[0]
 
     return run

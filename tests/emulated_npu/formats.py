@@ -77,7 +77,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         raise EmulationError(f"a view with strides {list(tensor.stride())} of a FRACTAL_NZ tensor")
     rows, columns = tensor.shape[-2:]
     stored = storage_shape(tensor.shape, tensor.dtype)
-    skipped, inside = divmod(tensor.storage_offset(), rows * columns)
+    skipped, inside = divmod(int(tensor.storage_offset()), rows * columns)
     if inside:
         raise EmulationError("a view into the middle of a FRACTAL_NZ matrix")
     strides = [1]

@@ -25,8 +25,9 @@ FAILED = 507000  # ACL_ERROR_RT_INTERNAL_ERROR
 
 @dataclass
 class Node:
-    """One kernel; `reads` are the allocations it touches, checked before each replay."""
+    """One kernel and the allocations it touches, which are checked before each replay."""
 
+    name: str
     run: Kernel
     segments: tuple[memory.Segment, ...] = ()
 
@@ -75,7 +76,7 @@ def capturing() -> bool:
     return state.capture is not None
 
 
-def record(run: Kernel, *tensors: torch.Tensor) -> bool:
+def record(name: str, run: Kernel, *tensors: torch.Tensor) -> bool:
     """Notes a kernel. Returns True when it must not run now, because it updates a group of a captured graph.
 
     tensors: CPU views of the device memory that the kernel uses.
@@ -83,7 +84,7 @@ def record(run: Kernel, *tensors: torch.Tensor) -> bool:
     if state.update is None and state.capture is None:
         return False
     storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
-    node = Node(run, tuple(s for s in memory._segments if s.storage.data_ptr() in storages))
+    node = Node(name, run, tuple(s for s in memory._segments if s.storage.data_ptr() in storages))
     if state.update is not None:
         state.update.nodes.append(node)
         return True
@@ -115,7 +116,9 @@ def check_host_read() -> None:
 
 def _run(node: Node) -> None:
     if any(not s.live for s in node.segments):
-        raise EmulationError("use after free: a replayed graph uses device memory that was freed after its capture")
+        raise EmulationError(
+            f"use after free: {node.name} in a replayed graph uses device memory that was freed after its capture"
+        )
     node.run()
     counts["nodes"] += 1
 
@@ -190,7 +193,7 @@ def _handle(hook: Hook, first: int, second: int) -> None:
         for replay in ready:
             _advance(replay)
     elif hook is Hook.TASK:
-        record(_task(first))
+        record("a copy or collective", _task(first))
     elif hook is Hook.LAUNCH:
         check_launch(first)
     elif hook is Hook.SYNCHRONISE:

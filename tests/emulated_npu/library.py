@@ -82,7 +82,7 @@ def exchange(communicator: str, tag: int, data: bytes) -> list[bytes]:
     ranks = LIBRARY.fakecann_exchange(communicator.encode(), c_uint64(tag), data, c_uint64(len(data)), sizes, buffers)
     if ranks < 0:
         raise EmulationError(recent_error())
-    received = [ctypes.string_at(buffers[i], sizes[i]) for i in range(ranks)]
+    received = [ctypes.string_at(buffers[i] or 0, sizes[i]) for i in range(ranks)]
     for i in range(ranks):
         LIBRARY.fakecann_free(ctypes.c_void_p(buffers[i]))
     return received

@@ -50,6 +50,25 @@ def test_host_reads_are_refused_during_capture():
         torch.npu.synchronize()
 
 
+def test_side_streams_are_captured_too():
+    """Their tensors must live as long as the graph does: torch_npu asks the runtime whether the stream is captured."""
+    x, side = torch.ones(1 << 20, device="npu"), torch.npu.Stream()
+
+    def forked():
+        main = torch.npu.current_stream()
+        side.wait_stream(main)
+        with torch.npu.stream(side):
+            y = x * 2
+        main.wait_stream(side)
+        return y + 1
+
+    graph, out = captured(forked)
+    torch.npu.empty_cache()
+    x.fill_(5)
+    graph.replay()
+    assert out[:2].tolist() == [11, 11]
+
+
 def test_freed_memory_is_noticed_at_replay():
     held = [torch.ones(64 << 20, dtype=torch.uint8, device="npu")]
     out = torch.zeros(4, dtype=torch.uint8, device="npu")

@@ -168,7 +168,7 @@ def _launch(run: Callable[..., Any]) -> Callable[..., Any]:
             recorder.note("triton", self.fn.__name__, positional, named)
         positional, named = tuple(map(_kept, positional)), {k: _kept(v) for k, v in named.items()}
         tensors = [memory.host(v) for v in (*positional, *named.values()) if isinstance(v, torch.Tensor)]
-        if graphs.record(lambda: run(self, *positional, **named), *tensors):
+        if graphs.record(self.fn.__name__, lambda: run(self, *positional, **named), *tensors):
             return None
         return run(self, *positional, **named)
 

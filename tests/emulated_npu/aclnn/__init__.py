@@ -74,7 +74,7 @@ def _execute(name: str, handle: int) -> None:
     if recorder.active():
         recorder.note("aclnn", name, named={k: arguments.shown(v) for k, v in vars(call.values).items()})
     values = arguments.attach(call.values)
-    if not graphs.record(lambda: call.operator.run(values), *arguments.device_views(values)):
+    if not graphs.record(name, lambda: call.operator.run(values), *arguments.device_views(values)):
         call.operator.run(values)
 
 

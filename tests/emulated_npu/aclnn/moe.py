@@ -98,7 +98,8 @@ def distribute_dispatch(a: SimpleNamespace) -> None:
     active = a.active if a.active is not None else torch.ones(a.x.shape[0], dtype=torch.bool)
     sent = _exchange(a.group, _TAG_DISPATCH, (a.x.clone(), a.experts.clone(), active.clone()))
     local = a.expert_count // a.ranks
-    rows, sources, counts, received = [], [], [], []
+    rows: list[torch.Tensor] = []
+    sources, counts, received = [], [], []
     for expert in range(a.rank * local, (a.rank + 1) * local):
         before = len(rows)
         for source, (x, experts, mask) in enumerate(sent):

@@ -51,6 +51,7 @@ typedef struct {
 } Stream;
 int32_t current_device(void); /* -1: none was set and there is no default */
 Model *thread_capture(void);  /* the graph this thread captures, or NULL */
+void join_capture(Stream *stream, Model *model); /* the stream waits for work of the capture: it is captured too */
 
 /* ---- work that can be captured ------------------------------------------------------------------------------ */
 typedef struct Task Task;

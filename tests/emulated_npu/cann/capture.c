@@ -6,10 +6,19 @@
 struct Model {
     Stream *stream; /* NULL once the capture has ended */
     int32_t open_groups;
+    Stream *joined[64];
+    int32_t joined_count;
 };
 static __thread Model *captured;
 static __thread void *updating;
 Model *thread_capture(void) { return captured; }
+
+/* torch_npu asks each stream whether it is captured, to give its tensors memory that the graph keeps. */
+void join_capture(Stream *stream, Model *model) {
+    if (!stream || stream->capturing || model != captured || model->joined_count == 64) return;
+    stream->capturing = model;
+    model->joined[model->joined_count++] = stream;
+}
 
 EXPORT aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
     ENTER(aclmdlRICaptureBegin);
@@ -28,7 +37,9 @@ EXPORT aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
     if (!stream || !stream->capturing) return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "the stream is not being captured");
     if (stream->capturing != captured) return fail(ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD, "the capture began in another thread");
     if (captured->open_groups) return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "a task group is still open");
+    if (captured->stream != stream) return fail(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, "the capture did not begin on this stream");
     *model = captured;
+    for (int32_t i = 0; i < captured->joined_count; i++) captured->joined[i]->capturing = NULL;
     captured->stream = NULL;
     stream->capturing = captured = NULL;
     return call_hook(HOOK_CAPTURE_END, *model, NULL);

@@ -279,6 +279,7 @@ EXPORT aclError fakecann_run_task(Task *task) { return task->run(task); }
 typedef struct {
     uint32_t magic, flags;
     bool recorded;
+    Model *captured_by; /* recorded by a stream that was being captured */
     struct timespec at;
 } Event;
 
@@ -312,8 +313,8 @@ EXPORT aclError aclrtDestroyEvent(aclrtEvent handle) {
 EXPORT aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
     ENTER(aclrtRecordEvent);
     Event *event = event_of(handle);
-    (void)stream;
     if (!event) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtRecordEvent: not an event");
+    event->captured_by = stream ? ((Stream *)stream)->capturing : NULL;
     if (thread_capture()) return ACL_SUCCESS; /* order inside a graph is order of issue */
     event->recorded = true;
     clock_gettime(CLOCK_MONOTONIC, &event->at);
@@ -331,8 +332,8 @@ EXPORT aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream) {
 EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
     ENTER(aclrtStreamWaitEvent);
     Event *event = event_of(handle);
-    (void)stream;
     if (!event) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtStreamWaitEvent: not an event");
+    if (event->captured_by) join_capture(stream, event->captured_by);
     if (thread_capture() && event->flags & ACL_EVENT_EXTERNAL) return call_hook(HOOK_EVENT_WAIT, event, NULL);
     return ACL_SUCCESS;
 }

@@ -203,9 +203,9 @@ def accepted(model: str, preset: str, length: int = 17, **options: Any) -> Resul
 # ---- selections, through their scores ----
 def selections(model: str, preset: str = "a", length: int = 130, **options: Any) -> Result:
     """Index selections and candidate blocks of a prefill: BF16 logits do not show a skipped candidate stage."""
-    from vllm_ascend.models.deepseek_v41 import model as rc2
-
     own = engine(model, preset, **options)
+    from vllm_ascend.models.deepseek_v41 import model as rc2  # not before the platform has patched vLLM
+
     kept: dict[str, Tensor] = {}
     forward = rc2.DeepseekV41Attention.forward
 

@@ -505,6 +505,33 @@ def test_wrong_calls_of_quantised_products():
         )  # swapped scales
 
 
+def test_swapped_scales_are_noticed():
+    """The scales of rows and of columns have different lengths: exchanged, they do not fit."""
+    import torch_npu
+
+    torch.npu.config.allow_internal_format = True
+    _, weight, codes, scale, channel = quantised()
+    with pytest.raises(RuntimeError, match="96 scales expected"):
+        torch_npu.npu_quant_matmul(
+            codes, weight.to("npu"), scale, pertoken_scale=channel.to("npu"), output_dtype=torch.bfloat16
+        )
+
+
+def test_strides_are_honoured():
+    """A view must not be read as if it were contiguous; the recorder shows its strides."""
+    import torch_npu
+
+    from emulated_npu import recorder
+
+    x, gain = torch.randn(64, 6), torch.ones(64, device="npu")
+    view = x.to("npu").t()
+    with recorder.recording() as record:
+        found = torch_npu.npu_rms_norm(view, gain, 1e-6)[0]
+    wanted = x.t() * torch.rsqrt(x.t().square().mean(-1, keepdim=True) + 1e-6)
+    assert torch.allclose(found.cpu(), wanted, rtol=1e-5, atol=1e-6)
+    assert any("f32[6,64]:1,6" in line or "aten::copy_" in line or "contiguous" in line for line in record.lines)
+
+
 def test_grouped_products():
     import torch_npu
 

@@ -168,6 +168,33 @@ def test_registration_before_set_device():
     assert done.stdout.strip() == str(NO_CONTEXT)
 
 
+@pytest.mark.emulated_npu(devices=2)
+def test_registration_before_set_device_binds_to_the_default_device(pinned):
+    """torch_npu's acl_default.json names device 0 (it is used from CANN 8.3 on): what registers before set_device(1) is
+    not for device 1."""
+    import threading
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+    import torch_npu
+
+    from emulated_npu import library, memory
+
+    acl = ctypes.CDLL("libascendcl.so")
+    acl.aclrtHostRegisterV2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]
+    assert acl.aclInit(str(Path(torch_npu.__file__).with_name("acl_default.json")).encode()) == 0
+    codes = []
+    early = threading.Thread(target=lambda: codes.append(acl.aclrtHostRegisterV2(pinned, 1 << 16, MAPPED)))
+    early.start()  # a thread that never set a device
+    early.join()
+    assert codes == [0]
+    torch.npu.set_device(1)
+    _, address = device_pointer(acl, pinned)
+    with pytest.raises(library.EmulationError, match=r"device 1 used memory of device 0 \(registered before"):
+        memory.translate(np.array([address], dtype=np.uint64), 4, 1)
+
+
 def test_unregister_needs_a_synchronise(acl, pinned):
     import numpy as np
     import torch

@@ -230,20 +230,25 @@ def selections(model: str, preset: str = "a", length: int = 130, **options: Any)
 
 
 def _selection(found: Tensor, wanted: Tensor, scores: Tensor) -> Result:
-    """Rows whose set is the golden one, and how far apart the scores of exchanged positions are (share of the
-    row's maximum).
+    """Rows whose set is the golden one, and how far apart the scores of exchanged positions are.
+
+    worst_gap: share of the row's maximum. other_blocks: positions that golden data exclude because their candidate
+    block was not chosen (score -inf); the blocks themselves were a near tie.
     """
-    equal, gaps, missing, total = 0, [0.0], 0, 0
+    equal, gaps, missing, total, other = 0, [0.0], 0, 0, 0
     for row, (a, b) in enumerate(zip(found, wanted, strict=True)):
         ours, theirs = set(a[a >= 0].tolist()), set(b[b >= 0].tolist())
         equal += ours == theirs
         total += len(theirs)
         missing += len(theirs - ours)
-        if ours != theirs and ours - theirs and theirs - ours:
-            low = min(float(scores[row, p]) for p in ours - theirs)
-            high = max(float(scores[row, p]) for p in theirs - ours)
-            gaps.append((high - low) / float(scores[row, sorted(theirs)].abs().max()))
-    return {"rows": len(found), "equal": equal, "missing": missing, "of": total, "worst_gap": round(max(gaps), 4)}
+        more = [float(scores[row, p]) for p in ours - theirs]
+        other += sum(score == -torch.inf for score in more)
+        more = [score for score in more if score > -torch.inf]
+        if more and theirs - ours:
+            best = max(float(scores[row, p]) for p in theirs - ours)
+            gaps.append((best - min(more)) / float(scores[row, sorted(theirs)].abs().max()))
+    result = {"rows": len(found), "equal": equal, "missing": missing, "of": total, "other_blocks": other}
+    return result | {"worst_gap": round(max(gaps), 4)}
 
 
 # ---- many requests ----

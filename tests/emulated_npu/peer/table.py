@@ -50,7 +50,7 @@ def _grid(results: dict[str, Any], preset: str, weights: str) -> Iterator[str]:
 def _drafts(results: dict[str, Any]) -> Iterator[str]:
     yield "\n## DSpark, five drafts\n"
     yield "First draft equal / all drafts equal to golden `spec_output_ids` at the same anchors; set c.\n"
-    yield "| run | taps inputs of | prompt | exact-fp32 | exact-weights | official | target decode rms (exact-weights) |"
+    yield "| run | taps inputs of | prompt | exact-fp32 | exact-weights | official | decode rms, exact-weights |"
     yield "|---|---|---|---|---|---|---|"
     for name, result in results.items():
         if not name.startswith("dspark-") or "tap" not in result:
@@ -90,12 +90,10 @@ def _rest(results: dict[str, Any]) -> Iterator[str]:
     for name in ("selections-bf16", "selections-w8a8"):
         for layer, r in results.get(name, {}).items():
             if isinstance(r, dict):
-                yield (
-                    f"| {name}, {layer}, set a, 130 tokens | {r['equal']} of {r['rows']} rows select what "
-                    f"exact-fp32 selects; {r['missing']} of {r['of']}"
-                    f" positions exchanged, their scores apart by at most {100 * r['worst_gap']:.1f} % of the "
-                    f"row's maximum |"
-                )
+                apart = f"scores at most {100 * r['worst_gap']:.1f} % of the row's maximum apart"
+                blocks = f", {r['other_blocks']} of them from another candidate block" if r["other_blocks"] else ""
+                rows = f"{r['equal']} of {r['rows']} rows select as exact-fp32"
+                yield f"| {name}, {layer} | {rows}; {r['missing']} of {r['of']} positions exchanged{blocks}, {apart} |"
     for name in ("chunks", "blocks-64"):
         for length in (k for k in results.get(name, {}) if k.isdigit()):
             figures = results[name][length]["exact-fp32"]

@@ -29,4 +29,4 @@ def install() -> None:
     aten._library.append(library)
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("atb::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"):
-            library.impl(name[5:], kernel("atb", name[5:], REFERENCES), "PrivateUse1", allow_override=True)
+            library.impl(name[5:], kernel("atb", name[5:], REFERENCES, writes=True), "PrivateUse1", allow_override=True)

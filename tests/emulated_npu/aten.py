@@ -21,10 +21,10 @@ OWN = re.compile(
     r"aten::(empty|new_empty|set_|resize|as_strided|_pin_memory|is_pinned|record_stream|is_set_to|view|_reshape_alias|squeeze|unsqueeze"
     r"|unfold|get_storage_size|unsafe_empty|npu_|_to_copy$|contiguous|alias|detach|data_ptr|copy_memory_)"
 )
-#: These accept tensors on the host beside tensors on the device.
-MIXES = re.compile(
-    r"aten::(copy_|_foreach_copy_|index|_index_put|index_put|_local_scalar|_copy_from|set_|_unsafe_index)"
-)
+#: These copy between devices, the host among them.
+COPIES = {"copy_", "_foreach_copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense", "set_"}
+#: These accept indices (their second argument) on the host.
+INDEXES = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 #: These bring device memory to the host whatever their arguments.
 HOST_READS = {
     "_local_scalar_dense",
@@ -37,6 +37,7 @@ HOST_READS = {
     "is_nonzero",
 }
 _library: list[torch.library.Library] = []
+_captured_draws = [0]
 
 
 def _histc(x: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -52,6 +53,9 @@ def _generator(given: torch.Generator | None, device: torch.device) -> torch.Gen
     if given is not None and given.device.type == "cpu":
         return given
     source = given if given is not None else torch.npu.default_generators[device.index or 0]
+    if graphs.capturing():  # the state cannot be read now; each replay draws on from this generator
+        _captured_draws[0] += 1
+        return torch.Generator().manual_seed((source.initial_seed() + 7919 * _captured_draws[0]) % (1 << 63))
     state = source.get_state().clone()
     seed_and_offset = state.view(torch.int64)
     generator = torch.Generator()
@@ -67,7 +71,7 @@ class _Call:
     __slots__ = ("device", "name", "pairs", "strict")
 
     def __init__(self, name: str, strict: bool) -> None:
-        self.name, self.strict = name, strict
+        self.name, self.strict = name, strict  # strict: one device, and of the host only numbers
         self.device: torch.device | None = None
         self.pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the CPU view -> (view, NPU tensor)
 
@@ -97,6 +101,12 @@ class _Call:
             return type(value)(self.take(v) for v in value)
         return value
 
+    def indices(self, value: Any) -> Any:
+        """As `take`, and tensors on the host are allowed."""
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            return value
+        return type(value)(self.indices(v) for v in value) if isinstance(value, (list, tuple)) else self.take(value)
+
     def give(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             pair = self.pairs.get(id(value))
@@ -121,12 +131,15 @@ def _kernel(name: str, schema: torch._C.FunctionSchema) -> Callable[..., Any]:
     cpu = SUBSTITUTES.get(name) or getattr(getattr(torch.ops.aten, base), overload or "default")
     outputs = [a.name for a in schema.arguments if a.is_out]
     draws = any(a.name == "generator" for a in schema.arguments)
-    strict = not MIXES.match(name)
+    strict = base not in COPIES
+    writes = next((i for i, a in enumerate(schema.arguments) if a.alias_info is not None and not a.is_out), None)
     reads_host = base in HOST_READS
 
     def kernel(*arguments: Any, **keywords: Any) -> Any:
         call = _Call(name, strict)
-        given = [call.take(a) for a in arguments]
+        given = [call.take(a) if not (base in INDEXES and i == 1) else call.indices(a) for i, a in enumerate(arguments)]
+        if base in INDEXES and arguments[0].device.type == "cpu":
+            raise EmulationError(f"{name}: a CPU tensor with indices on {call.device}")
         out = {k: keywords.pop(k) for k in outputs if k in keywords}
         options = {k: (False if k == "pin_memory" else call.take(v)) for k, v in keywords.items()}
         for k, v in out.items():
@@ -144,9 +157,14 @@ def _kernel(name: str, schema: torch._C.FunctionSchema) -> Callable[..., Any]:
             graphs.check_launch(torch.npu.current_stream().npu_stream)
         if recorder.active():
             recorder.note("aten", name, arguments, {**keywords, **out})
+        if graphs.state.update is not None and (out or writes is not None):  # an update of a task group runs nothing
+            targets = {k: memory.host(v) for k, v in out.items()}
+            run = _filler(cpu, given, options, targets) if out else lambda: cpu(*given, **options)
+            graphs.record(name, run, *_tensors(given), *targets.values())
+            return next(iter(out.values())) if out else arguments[writes or 0]
         result = cpu(*given, **options)
         if out:
-            return _fill(cpu, given, options, out)
+            return _fill(name, cpu, given, options, out)
         returned = call.give(result)
         if graphs.state.capture is not None or graphs.state.update is not None:
             _record(cpu, given, options, call, result, returned)
@@ -161,7 +179,21 @@ def _brings_to_host(base: str, arguments: tuple[Any, ...], keywords: dict[str, A
     return target.device.type == "cpu" and source.device.type == "npu" and not non_blocking
 
 
-def _fill(cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], out: dict[str, torch.Tensor]) -> Any:
+def _filler(
+    cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], targets: dict[str, torch.Tensor]
+) -> graphs.Kernel:
+    def run() -> None:
+        fresh = {**options, **{k: torch.empty(0, dtype=t.dtype) for k, t in targets.items()}}
+        cpu(*given, **fresh)
+        for k, target in targets.items():
+            target.copy_(fresh[k])
+
+    return run
+
+
+def _fill(
+    name: str, cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], out: dict[str, torch.Tensor]
+) -> Any:
     """`out=` tensors take the shape of the result; they may alias an input, so the result is computed beside them."""
     for k, tensor in out.items():
         if tensor.shape != options[k].shape:
@@ -169,14 +201,7 @@ def _fill(cpu: Callable[..., Any], given: list[Any], options: dict[str, Any], ou
         memory.host(tensor).copy_(options[k])
     if graphs.capturing():
         targets = {k: memory.host(t) for k, t in out.items()}
-
-        def again() -> None:
-            fresh = {**options, **{k: torch.empty(0, dtype=t.dtype) for k, t in targets.items()}}
-            cpu(*given, **fresh)
-            for k, target in targets.items():
-                target.copy_(fresh[k])
-
-        graphs.record(str(cpu), again, *_tensors(given), *targets.values())
+        graphs.record(name, _filler(cpu, given, options, targets), *_tensors(given), *targets.values())
     values = tuple(out.values())
     return values[0] if len(values) == 1 else values
 
@@ -206,9 +231,8 @@ def _poisoned(name: str) -> Callable[..., Any]:
     def kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
         tensor: torch.Tensor = own.call_boxed(keys, *arguments, **keywords)
         if tensor.device.type == "npu" and tensor.numel() and not graphs.capturing():
-            whole = memory.view(
-                tensor.untyped_storage().data_ptr(), torch.uint8, (tensor.untyped_storage().nbytes(),), (1,)
-            )
+            storage = tensor.untyped_storage()
+            whole = memory.view(storage.data_ptr(), torch.uint8, (storage.nbytes(),), (1,), tensor.device.index)
             whole.fill_(0xFF)
         return tensor
 

@@ -129,7 +129,9 @@ def build(wheel: Path, torch_lib: Path, out: Path) -> None:
     objects = []
     for source in sources:
         objects.append(out / (source.stem + ".o"))
-        subprocess.run([*compile_, *includes, "-c", source, "-o", objects[-1]], check=True)
+        subprocess.run(
+            [*compile_, *includes, "-c", source, "-o", objects[-1]], check=True, capture_output=True, text=True
+        )
     defined = subprocess.run(["nm", "--defined-only", *objects], capture_output=True, text=True, check=True).stdout
     implemented = {line.split()[2] for line in defined.splitlines() if len(line.split()) == 3}
     stubs = sorted(missing_symbols(wheel, torch_lib) - implemented)
@@ -153,7 +155,7 @@ def build(wheel: Path, torch_lib: Path, out: Path) -> None:
         "-lpthread",
         "-lrt",
     ]
-    subprocess.run(link, check=True)
+    subprocess.run(link, check=True, capture_output=True, text=True)
     for name in SONAMES:
         (out / name).unlink(missing_ok=True)
         (out / name).symlink_to(library.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ def _check_nz(name: str, weight: Any) -> None:
         raise EmulationError(f"{name}: the weight must be FRACTAL_NZ (npu_format_cast to 29)")
 
 
-def kernel(namespace: str, name: str, references: dict[str, Reference]) -> Callable[..., Any]:
-    """The dispatcher's kernel: device tensors become CPU views, results go to the device, a capture records it."""
+def kernel(namespace: str, name: str, references: dict[str, Reference], writes: bool = False) -> Callable[..., Any]:
+    """The dispatcher's kernel: device tensors become CPU views, results go to the device, a capture records it.
+
+    writes: the operator changes its arguments and returns nothing.
+    """
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         if name not in references:
@@ -43,6 +47,10 @@ def kernel(namespace: str, name: str, references: dict[str, Reference]) -> Calla
         if recorder.active():
             recorder.note(namespace, name, arguments, keywords)
         positional, named = [_host(a) for a in arguments], {k: _host(v) for k, v in keywords.items()}
+        if writes and graphs.state.update is not None:  # an update of a task group runs nothing
+            run = partial(references[name], *positional, **named)
+            graphs.record(name, run, *_tensors([*positional, *named.values()]))
+            return None
         result = references[name](*positional, **named)
         device = next(
             (t.device for t in _tensors([*arguments, *keywords.values()]) if t.device.type == "npu"),

@@ -30,6 +30,8 @@ VLLM = "0.30.0"
 #: The version that docs and issues compare with. It cannot be installed here: its build needs CANN.
 VLLM_ASCEND = "0.30.0rc2"
 VLLM_ASCEND_SHA256 = "05cb51448c0cd174ea338b16ebbfc8e215f44b373ea2a0d65f1314523a01152f"
+#: Atlas generation -> the name that the runtime gives its chip.
+SOC = {"A2": "Ascend910B3", "A3": "Ascend910_9391"}
 
 
 class SetupError(RuntimeError):
@@ -164,14 +166,27 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def prepare() -> Path:
-    """The overlay, made if need be (about half a minute and 60 MB of downloads). Raises SetupError."""
+    """The overlay, made if need be (about half a minute and 110 MB of downloads). Raises SetupError."""
     reason = unavailable()
     if reason:
         raise SetupError(reason)
     root = cache()
-    overlay = root / _key()
+    try:
+        return _prepared(root, root / _key())
+    except (OSError, tarfile.TarError, ValueError) as error:
+        raise SetupError(f"setting up in {root} failed: {error}") from error
+    except subprocess.CalledProcessError as error:
+        text = error.stderr if isinstance(error.stderr, str) else ""
+        raise SetupError(
+            f"building the fake CANN failed: {' '.join(map(str, error.cmd[:4]))} ...\n{text[-2000:]}"
+        ) from error
+
+
+def _prepared(root: Path, overlay: Path) -> Path:
     with _locked(root):
         if not (overlay / "complete.json").exists():
+            for left in root.glob("making-*"):  # of a set-up that was killed: whoever makes one holds the lock
+                shutil.rmtree(left, ignore_errors=True)
             work = Path(tempfile.mkdtemp(dir=root, prefix="making-"))
             try:
                 _build(work)
@@ -194,7 +209,7 @@ def variables(overlay: Path, devices: int = 1, device_type: str = "A2") -> dict[
         "EMULATED_NPU": str(overlay),
         "EMULATED_NPU_DEVICE_TYPE": device_type,
         "FAKE_NPU_COUNT": str(devices),
-        "FAKE_NPU_SOC": {"A2": "Ascend910B3", "A3": "Ascend910_9391"}[device_type],
+        "FAKE_NPU_SOC": SOC[device_type],
         "PYTHONPATH": f"{overlay / 'python'}:{HERE.parent}",
         "LD_LIBRARY_PATH": str(overlay / "lib"),
         "TASK_QUEUE_ENABLE": "0",  # operators execute in the thread that issues them

@@ -115,6 +115,7 @@ def check_host_read() -> None:
 
 
 def _run(node: Node) -> None:
+    memory.refresh()
     if any(not s.live for s in node.segments):
         raise EmulationError(
             f"use after free: {node.name} in a replayed graph uses device memory that was freed after its capture"
@@ -154,7 +155,7 @@ def _handle(hook: Hook, first: int, second: int) -> None:
         counts["captures"] += 1
     elif hook is Hook.CAPTURE_END:
         assert state.capture is not None
-        graphs[first], state.capture = state.capture, None
+        graphs[first], state.capture, state.group = state.capture, None, None
     elif hook is Hook.EXECUTE:
         check_launch(second)
         counts["replays"] += 1
@@ -198,8 +199,6 @@ def _handle(hook: Hook, first: int, second: int) -> None:
         check_launch(first)
     elif hook is Hook.SYNCHRONISE:
         check_host_read()
-    elif hook is Hook.SEGMENT_FREED:
-        memory.forget(first)
 
 
 def graph_hook(hook: int, first: int, second: int) -> int:

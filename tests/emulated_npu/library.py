@@ -16,7 +16,9 @@ LIBRARY.fakecann_calls.restype = c_uint64
 LIBRARY.fakecann_live_segments.restype = c_uint64
 LIBRARY.fakecann_translate.restype = c_int64
 LIBRARY.fakecann_translate.argtypes = [ctypes.c_void_p, ctypes.c_void_p, c_size_t, c_size_t, c_int32]
-LIBRARY.fakecann_segment.argtypes = [c_uint64, *[POINTER(c_uint64)] * 3, POINTER(c_int32)]
+LIBRARY.fakecann_segment.argtypes = [c_uint64, *[POINTER(c_uint64)] * 3, *[POINTER(c_int32)] * 2]
+LIBRARY.fakecann_is_live.argtypes = [c_uint64]
+LIBRARY.fakecann_touch.argtypes = [c_uint64]
 LIBRARY.fakecann_event_recorded.argtypes = [c_uint64]
 LIBRARY.fakecann_event_reset.argtypes = [c_uint64]
 LIBRARY.fakecann_run_task.argtypes = [c_uint64]
@@ -24,6 +26,8 @@ LIBRARY.fakecann_inject.argtypes = [c_char_p, c_uint64, c_int32]
 LIBRARY.aclGetRecentErrMsg.restype = c_char_p
 #: How many replayed graphs wait for an event; C asks before it starts work.
 WAITING = c_int32.in_dll(LIBRARY, "fakecann_waiting")
+#: How many allocations were freed so far.
+FREED = c_int64.in_dll(LIBRARY, "fakecann_freed")
 
 
 class Hook(enum.IntEnum):
@@ -44,7 +48,6 @@ class Hook(enum.IntEnum):
     TASK = 12
     LAUNCH = 13
     SYNCHRONISE = 14
-    SEGMENT_FREED = 15
 
 
 class EmulationError(RuntimeError):

@@ -72,6 +72,21 @@ def _group(item: pytest.Item) -> tuple[Any, ...]:
     )
 
 
+def _problem(item: pytest.Item) -> str:
+    """What is wrong with a test's mark, or nothing."""
+    marker = item.get_closest_marker("emulated_npu")
+    assert marker is not None
+    unknown = set(marker.kwargs) - {"devices", "device_type", "fresh"}
+    if marker.args or unknown:
+        return f"emulated_npu takes devices, device_type and fresh by name; found {marker.args} {sorted(unknown)}"
+    device_type = marker.kwargs.get("device_type", "A2")
+    return (
+        ""
+        if device_type in environment.SOC
+        else f"device_type {device_type!r}; expected one of {sorted(environment.SOC)}"
+    )
+
+
 def _run(group: tuple[Any, ...], nodes: list[str], overlay: Path) -> None:
     _, devices, device_type, _ = group
     todo = list(nodes)
@@ -153,16 +168,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             pytest.exit(f"the emulated NPU cannot be set up: {_refused[0]}", returncode=1)
         item.add_marker(pytest.mark.skip(reason=_refused[0]))
         return None
+    problem = _problem(item)
+    if problem:
+        _reports[item.nodeid] = [_crash(item.nodeid, problem)]
     if item.nodeid not in _reports:
         group = _group(item)
-        same = [
-            i.nodeid
-            for i in item.session.items
-            if i.get_closest_marker("emulated_npu") is not None and _group(i) == group
-        ]
+        marked = (i for i in item.session.items if i.get_closest_marker("emulated_npu") is not None)
+        same = [i.nodeid for i in marked if _group(i) == group and not _problem(i)]
         _run(group, same, overlay)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for data in _reports[item.nodeid]:
+        if isinstance(data["longrepr"], list):  # a skip: JSON has no tuples
+            data = {**data, "longrepr": tuple(data["longrepr"])}
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

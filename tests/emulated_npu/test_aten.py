@@ -138,6 +138,48 @@ def test_two_npus_do_not_mix():
     assert done.returncode == 1
 
 
+def test_indices_on_the_host_are_for_indexing_only():
+    x, index = torch.arange(5.0, device="npu"), torch.tensor([1, 2])
+    for refused in (
+        lambda: x.index_select(0, index),
+        lambda: x.index_add_(0, index, torch.ones(2, device="npu")),
+        lambda: x.index_put_((index,), torch.ones(2)),
+        lambda: torch.arange(5.0)[index.to("npu")],
+    ):
+        with pytest.raises(RuntimeError, match="CPU tensor"):
+            refused()
+
+
+def test_threads_may_free_memory():
+    """A callback into Python from within the allocator's lock would stop all threads."""
+
+    def work():
+        for step in range(30):
+            x = torch.full((3 << 20,), 1.0, device="npu")
+            assert x[:: 1 << 18].unique().tolist() == [1.0]
+            del x
+            if step % 3 == 0:
+                torch.npu.empty_cache()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
+    assert not any(t.is_alive() for t in threads)
+
+
+def test_lazy_conjugation_and_negation():
+    x = torch.arange(4.0) + 1j
+    y = x.to("npu")
+    assert torch.equal((y.conj() * 2).cpu(), x.conj() * 2)
+    assert torch.equal(y.conj().cpu(), x.conj())
+    assert torch.equal((y.conj().imag + 0).cpu(), x.conj().imag + 0)
+    out = torch.zeros(4, dtype=torch.complex64, device="npu")
+    out.conj().copy_(y)
+    assert torch.equal(out.cpu(), x.conj().resolve_conj())
+
+
 def test_poison_shows_a_reader_of_unwritten_memory():
     assert torch.isnan(torch.empty(8, device="npu") + 1).all()
 

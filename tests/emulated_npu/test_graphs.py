@@ -132,6 +132,44 @@ def test_replay_before_update_is_noticed():
     assert grouped.y.tolist() == pytest.approx([0.5] * 4)
 
 
+def test_an_update_runs_nothing():
+    """In-place and out= operators change the group, not the memory."""
+    for operation in (lambda y, v: y.add_(v), lambda y, v: torch.add(y, v, out=y)):
+        y, graph, stream = torch.zeros(2, device="npu"), torch.npu.NPUGraph(), torch.npu.Stream()
+        with torch.npu.graph(graph, stream=torch.npu.Stream()):
+            current = torch.npu.current_stream()
+            torch.npu.graph_task_group_begin(current)
+            operation(y, 1)
+            handle = torch.npu.graph_task_group_end(current)
+        y.zero_()
+        torch.npu.graph_task_update_begin(stream, handle)
+        operation(y, 10)
+        torch.npu.graph_task_update_end(stream)
+        assert y.tolist() == [0, 0]
+        graph.replay()
+        assert y.tolist() == [10, 10]
+
+
+def test_random_numbers_in_a_graph():
+    graph, x = captured(lambda: torch.rand(1000, device="npu"))
+    graph.replay()
+    first = x.cpu()
+    graph.replay()
+    assert not torch.equal(first, x.cpu())
+    assert 0.4 < float(x.mean()) < 0.6
+
+
+def test_an_exception_in_a_group_ends_the_capture():
+    graph = torch.npu.NPUGraph()
+    with pytest.raises(RuntimeError), torch.npu.graph(graph, stream=torch.npu.Stream()):  # noqa: PT012
+        torch.npu.graph_task_group_begin(torch.npu.current_stream())
+        raise RuntimeError("in a group")
+    torch.npu.synchronize()
+    again, out = captured(lambda: torch.ones(2, device="npu") * 2)
+    again.replay()
+    assert out.tolist() == [2, 2]
+
+
 def test_a_group_must_be_closed():
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph, stream=torch.npu.Stream()):

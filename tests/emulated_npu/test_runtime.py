@@ -169,7 +169,7 @@ def test_registration_before_set_device():
 
 
 @pytest.mark.emulated_npu(devices=2)
-def test_registration_before_set_device_binds_to_the_default_device(pinned):
+def test_registration_before_set_device_binds_to_the_default_device(acl, pinned):
     """torch_npu's acl_default.json names device 0 (it is used from CANN 8.3 on): what registers before set_device(1) is
     not for device 1."""
     import threading
@@ -181,8 +181,6 @@ def test_registration_before_set_device_binds_to_the_default_device(pinned):
 
     from emulated_npu import library, memory
 
-    acl = ctypes.CDLL("libascendcl.so")
-    acl.aclrtHostRegisterV2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]
     assert acl.aclInit(str(Path(torch_npu.__file__).with_name("acl_default.json")).encode()) == 0
     codes = []
     early = threading.Thread(target=lambda: codes.append(acl.aclrtHostRegisterV2(pinned, 1 << 16, MAPPED)))
@@ -207,6 +205,30 @@ def test_unregister_needs_a_synchronise(acl, pinned):
     assert acl.aclrtHostUnregister(pinned) == DRIVER
     torch.npu.synchronize()
     assert acl.aclrtHostUnregister(pinned) == 0
+
+
+def test_every_kernel_obeys_registration(acl, pinned):
+    """Not only Triton's: a tensor over the device address, used by PyTorch's own operators."""
+    import torch
+    import torch_npu
+
+    assert acl.aclrtHostRegisterV2(pinned, 1 << 16, MAPPED) == 0
+    _, address = device_pointer(acl, pinned)
+    storage = torch_npu._C._construct_storage_from_data_pointer(address, torch.device("npu:0"), 16)
+    x = torch.empty(0, dtype=torch.float32, device="npu:0").set_(storage, 0, (4,), (1,))
+    x.fill_(3)
+    assert (ctypes.c_float * 4).from_address(pinned)[:] == [3.0] * 4
+    assert acl.aclrtHostUnregister(pinned) == DRIVER
+    torch.npu.synchronize()
+    assert acl.aclrtHostUnregister(pinned) == 0
+
+
+def test_registration_needs_memory(acl, pinned):
+    import torch
+
+    x = torch.ones(1 << 20, device="npu")
+    assert acl.aclrtHostRegisterV2(0x10000000, 4096, MAPPED) == DRIVER
+    assert acl.aclrtHostRegisterV2(x.untyped_storage().data_ptr() & ~4095, 4096, MAPPED) == DRIVER
 
 
 def test_injected_errors(acl, pinned):

@@ -66,10 +66,11 @@ def test_runner_v2_taps_one_layer_too_low():
 def test_selections_are_the_golden_ones_but_for_near_ties():
     """Compared through scores: what differs lies within a few percent of the row's maximum (INT8 keys, FP16 scales)."""
     result = SCENARIOS["selections-bf16"]()
-    assert set(result) >= {"layer 2", "layer 5", "layer 7"}
+    assert result["candidates of layer 5"]["equal"] >= 110
     for name in ("layer 2", "layer 5", "layer 7"):
         layer = result[name]
-        assert layer["equal"] >= 100, (name, layer)
+        assert layer["rows"] >= 110, (name, layer)
+        assert layer["equal"] >= 0.8 * layer["rows"], (name, layer)
         assert layer["missing"] <= 0.03 * layer["of"], (name, layer)
         assert layer["worst_gap"] < 0.05, (name, layer)
 
@@ -87,7 +88,9 @@ def test_a_skipped_candidate_stage_shows_in_selections(monkeypatch):
         return own(*arguments, **keywords)
 
     monkeypatch.setitem(c_ascend.REFERENCES, "npu_quant_lightning_indexer_v3", skipping)
-    assert SCENARIOS["selections-bf16"]()["layer 7"]["equal"] < 60
+    layer = SCENARIOS["selections-bf16"]()["layer 7"]
+    assert layer["equal"] < 0.5 * layer["rows"]
+    assert layer["worst_gap"] == float("inf")
 
 
 def test_images():

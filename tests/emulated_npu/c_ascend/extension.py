@@ -26,8 +26,5 @@ _ANYWHERE = {
 for _schema in json.loads((Path(os.environ["EMULATED_NPU"]) / "c_ascend_schemas.json").read_text()):
     _name = _schema.split("(")[0].strip()
     _library.define(_schema)
-    _library.impl(
-        _name,
-        kernel("_C_ascend", _name, REFERENCES),
-        "CompositeExplicitAutograd" if _name in _ANYWHERE else "PrivateUse1",
-    )
+    _kernel = kernel("_C_ascend", _name, REFERENCES, writes="!)" in _schema)
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd" if _name in _ANYWHERE else "PrivateUse1")

@@ -78,8 +78,7 @@ typedef enum {
     HOOK_RECORD,        /* something that a replay may wait for has changed */
     HOOK_TASK,          /* task: captured copy or fill or collective */
     HOOK_LAUNCH,        /* stream: a task starts while a replay waits */
-    HOOK_SYNCHRONISE,   /* stream or NULL: the host waits */
-    HOOK_SEGMENT_FREED, /* device address */
+    HOOK_SYNCHRONISE,   /* stream or NULL: the host waits while a replay waits too */
 } Hook;
 typedef aclError (*HookFunction)(int32_t hook, uint64_t first, uint64_t second);
 extern HookFunction graph_hook;

@@ -36,13 +36,14 @@ EXPORT aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
     Stream *stream = handle;
     if (!stream || !stream->capturing) return fail(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "the stream is not being captured");
     if (stream->capturing != captured) return fail(ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD, "the capture began in another thread");
-    if (captured->open_groups) return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "a task group is still open");
     if (captured->stream != stream) return fail(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, "the capture did not begin on this stream");
     *model = captured;
     for (int32_t i = 0; i < captured->joined_count; i++) captured->joined[i]->capturing = NULL;
     captured->stream = NULL;
+    int32_t open = captured->open_groups;
     stream->capturing = captured = NULL;
-    return call_hook(HOOK_CAPTURE_END, *model, NULL);
+    aclError error = call_hook(HOOK_CAPTURE_END, *model, NULL);
+    return open ? fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "a task group is still open") : error;
 }
 
 EXPORT aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus *status, aclmdlRI *model) {

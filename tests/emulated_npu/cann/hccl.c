@@ -27,7 +27,7 @@ enum {
 #define MAX_RANKS 64
 
 typedef struct {
-    uint64_t kind, bytes, dtype, extra; /* extra: reduction or root */
+    uint64_t kind, bytes, dtype, extra, count; /* extra: reduction or root; count: elements, where all ranks must agree */
 } Descriptor;
 typedef struct {
     uint32_t arrived, generation;
@@ -51,6 +51,18 @@ static int32_t broken(int32_t code, const char *text) {
     return code;
 }
 
+static bool is_dead(pid_t pid) {
+    if (!pid) return false; /* has not joined yet */
+    if (kill(pid, 0) && errno == ESRCH) return true;
+    char path[64], state = 0;
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "r");
+    if (!file) return true;
+    if (fscanf(file, "%*d (%*[^)]) %c", &state) != 1) state = 0;
+    fclose(file);
+    return state == 'Z'; /* killed, and its parent has not looked yet */
+}
+
 static int32_t barrier(Comm *comm) {
     Header *h = comm->header;
     if (!h) return HCCL_SUCCESS;
@@ -67,7 +79,7 @@ static int32_t barrier(Comm *comm) {
         nanosleep(&(struct timespec){0, spin < 2000 ? 20000 : 500000}, NULL);
         if (spin % 256) continue;
         for (uint32_t i = 0; i < comm->n; i++)
-            if (h->pid[i] && kill(h->pid[i], 0) && errno == ESRCH) return broken(HCCL_E_REMOTE, "a rank of the communicator has died");
+            if (is_dead(h->pid[i])) return broken(HCCL_E_REMOTE, "a rank of the communicator has died");
         if (time(NULL) > end) return broken(HCCL_E_TIMEOUT, "a rank of the communicator did not arrive");
     }
     return HCCL_SUCCESS;
@@ -158,10 +170,10 @@ static char **exchange(Comm *comm, Descriptor mine, const char *send, bool same_
         if (of[i].bytes > most) most = of[i].bytes;
     }
     for (uint32_t i = 0; i < comm->n; i++)
-        if (of[i].kind != mine.kind || of[i].dtype != mine.dtype || of[i].extra != mine.extra || (same_size && of[i].bytes != mine.bytes)) {
+        if (of[i].kind != mine.kind || of[i].dtype != mine.dtype || of[i].extra != mine.extra || of[i].count != mine.count || (same_size && of[i].bytes != mine.bytes)) {
             char text[256];
-            snprintf(text, sizeof text, "mismatch: rank %u calls %s with %lu bytes, rank %u calls %s with %lu bytes", comm->rank,
-                     kind_names[mine.kind], (unsigned long)mine.bytes, i, kind_names[of[i].kind % 8], (unsigned long)of[i].bytes);
+            snprintf(text, sizeof text, "mismatch: rank %u calls %s of %lu elements, rank %u calls %s of %lu elements (or dtype, reduction or root differ)", comm->rank,
+                     kind_names[mine.kind], (unsigned long)mine.count, i, kind_names[of[i].kind % 8], (unsigned long)of[i].count);
             broken(HCCL_E_PARA, text);
             return NULL;
         }
@@ -192,7 +204,7 @@ EXPORT int32_t fakecann_exchange(const char *name, uint64_t tag, const void *sen
     char *packet = malloc(bytes + sizeof bytes);
     memcpy(packet, &bytes, sizeof bytes);
     memcpy(packet + sizeof bytes, send, bytes);
-    char **all = exchange(comm, (Descriptor){OPERATOR, bytes + sizeof bytes, tag, 0}, packet, false);
+    char **all = exchange(comm, (Descriptor){OPERATOR, bytes + sizeof bytes, tag, 0, 0}, packet, false);
     free(packet);
     if (!all) return -1;
     for (uint32_t i = 0; i < comm->n; i++) {
@@ -223,37 +235,55 @@ static uint16_t to_bf16(float value) {
 }
 static double load(const char *p, uint64_t i, uint64_t dtype) {
     switch (dtype) {
-    case HCCL_DATA_TYPE_INT8: return ((const int8_t *)p)[i];
-    case HCCL_DATA_TYPE_INT16: return ((const int16_t *)p)[i];
-    case HCCL_DATA_TYPE_INT32: return ((const int32_t *)p)[i];
     case HCCL_DATA_TYPE_FP16: return (double)((const _Float16 *)p)[i];
     case HCCL_DATA_TYPE_FP32: return ((const float *)p)[i];
-    case HCCL_DATA_TYPE_INT64: return (double)((const int64_t *)p)[i];
-    case HCCL_DATA_TYPE_UINT8: return ((const uint8_t *)p)[i];
     case HCCL_DATA_TYPE_FP64: return ((const double *)p)[i];
     default: return from_bf16(((const uint16_t *)p)[i]);
     }
 }
 static void store(char *p, uint64_t i, uint64_t dtype, double value) {
     switch (dtype) {
-    case HCCL_DATA_TYPE_INT8: ((int8_t *)p)[i] = (int8_t)value; break;
-    case HCCL_DATA_TYPE_INT16: ((int16_t *)p)[i] = (int16_t)value; break;
-    case HCCL_DATA_TYPE_INT32: ((int32_t *)p)[i] = (int32_t)value; break;
     case HCCL_DATA_TYPE_FP16: ((_Float16 *)p)[i] = (_Float16)value; break;
     case HCCL_DATA_TYPE_FP32: ((float *)p)[i] = (float)value; break;
-    case HCCL_DATA_TYPE_INT64: ((int64_t *)p)[i] = (int64_t)value; break;
-    case HCCL_DATA_TYPE_UINT8: ((uint8_t *)p)[i] = (uint8_t)value; break;
     case HCCL_DATA_TYPE_FP64: ((double *)p)[i] = value; break;
     default: ((uint16_t *)p)[i] = to_bf16((float)value);
     }
 }
-/* In rank order with one rounding, so that all ranks get the same bits. */
+static int64_t load_integer(const char *p, uint64_t i, uint64_t dtype) {
+    switch (dtype) {
+    case HCCL_DATA_TYPE_INT8: return ((const int8_t *)p)[i];
+    case HCCL_DATA_TYPE_INT16: return ((const int16_t *)p)[i];
+    case HCCL_DATA_TYPE_INT32: return ((const int32_t *)p)[i];
+    case HCCL_DATA_TYPE_UINT8: return ((const uint8_t *)p)[i];
+    default: return ((const int64_t *)p)[i];
+    }
+}
+/* Integers wrap as two's complement does. */
+static void reduce_integers(Comm *comm, char **all, uint64_t first, uint64_t n, uint64_t dtype, uint64_t operation, char *out) {
+    size_t z = width(dtype);
+    for (uint64_t i = 0; i < n; i++) {
+        int64_t value = load_integer(all[0], first + i, dtype);
+        for (uint32_t r = 1; r < comm->n; r++) {
+            int64_t other = load_integer(all[r], first + i, dtype);
+            value = operation == HCCL_REDUCE_SUM ? (int64_t)((uint64_t)value + (uint64_t)other)
+                    : operation == HCCL_REDUCE_PROD ? (int64_t)((uint64_t)value * (uint64_t)other)
+                    : operation == HCCL_REDUCE_MAX ? (value > other ? value : other) : (value < other ? value : other);
+        }
+        memcpy(out + i * z, &value, z); /* little-endian: the low bytes */
+    }
+}
+/* In rank order with one rounding, so that all ranks get the same bits. NaN wins. */
 static void reduce(Comm *comm, char **all, uint64_t first, uint64_t n, uint64_t dtype, uint64_t operation, char *out) {
+    if (dtype != HCCL_DATA_TYPE_FP16 && dtype != HCCL_DATA_TYPE_FP32 && dtype != HCCL_DATA_TYPE_FP64 && dtype != HCCL_DATA_TYPE_BFP16) {
+        reduce_integers(comm, all, first, n, dtype, operation, out);
+        return;
+    }
     for (uint64_t i = 0; i < n; i++) {
         double value = load(all[0], first + i, dtype);
         for (uint32_t r = 1; r < comm->n; r++) {
             double other = load(all[r], first + i, dtype);
             value = operation == HCCL_REDUCE_SUM ? value + other : operation == HCCL_REDUCE_PROD ? value * other
+                    : value != value || other != other ? value + other
                     : operation == HCCL_REDUCE_MAX ? (value > other ? value : other) : (value < other ? value : other);
         }
         store(out, i, dtype, value);
@@ -271,7 +301,7 @@ static aclError collective(Task *task) {
     if (kind == BROADCAST && comm->rank != extra) sent = 0;
     char *send = sent ? device_bytes((void *)a[0], sent) : NULL, *receive = received ? device_bytes((void *)a[1], received) : NULL;
     if ((sent && !send) || (received && !receive)) return HCCL_E_PARA;
-    char **all = exchange(comm, (Descriptor){kind, sent, dtype, extra}, send, kind != BROADCAST && kind != SCATTER);
+    char **all = exchange(comm, (Descriptor){kind, sent, dtype, extra, count}, send, kind != BROADCAST && kind != SCATTER);
     if (!all) return HCCL_E_REMOTE;
     switch (kind) {
     case ALL_REDUCE: reduce(comm, all, 0, count, dtype, extra, receive); break;
@@ -339,7 +369,7 @@ static aclError all_to_all(Task *task) {
     memcpy(packet, e->send_at, table / 2);
     memcpy(packet + table / 2, e->send_count, table / 2);
     if (sent) memcpy(packet + table, send, sent);
-    char **all = exchange(comm, (Descriptor){ALL_TO_ALL, table + sent, e->dtype, 0}, packet, false);
+    char **all = exchange(comm, (Descriptor){ALL_TO_ALL, table + sent, e->dtype, 0, 0}, packet, false);
     free(packet);
     if (!all) return HCCL_E_REMOTE;
     int32_t error = HCCL_SUCCESS;

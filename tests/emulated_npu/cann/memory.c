@@ -58,9 +58,13 @@ Segment *segment_at(uintptr_t address) {
     return &segments[low - 1];
 }
 
+/* Counts what was freed. The numerics look at it before they use what they know of an allocation: a call from here into
+ * Python could wait for ever, since torch_npu's allocator holds its lock. */
+EXPORT int64_t fakecann_freed;
+
 void segment_release(Segment *segment) {
     segment->live = false;
-    call_hook(HOOK_SEGMENT_FREED, (void *)segment->begin, NULL);
+    __atomic_add_fetch(&fakecann_freed, 1, __ATOMIC_SEQ_CST);
     if (segment->kind == SEGMENT_DEVICE) {
         __atomic_fetch_sub(&used[segment->device], segment->size, __ATOMIC_SEQ_CST);
         /* The range stays reserved: a stale host alias faults instead of reading somebody else's bytes. */
@@ -114,13 +118,22 @@ EXPORT int64_t fakecann_translate(const uint64_t *address, uint64_t *host, size_
 }
 
 /* For the numerics: the allocation around an address. */
-EXPORT int fakecann_segment(uint64_t address, uint64_t *begin, uint64_t *size, uint64_t *host, int32_t *device) {
+EXPORT int32_t fakecann_is_live(uint64_t address) {
+    Segment *segment = segment_at(address);
+    return segment && segment->live;
+}
+
+/* A kernel uses registered host memory: it must be synchronised before it is unregistered. */
+EXPORT void fakecann_touch(uint64_t address) { segment_at(address)->busy = true; }
+
+EXPORT int fakecann_segment(uint64_t address, uint64_t *begin, uint64_t *size, uint64_t *host, int32_t *device, int32_t *kind) {
     if (!device_bytes((void *)address, 0)) return 1;
     Segment *segment = segment_at(address);
     *begin = segment->begin;
     *size = segment->size;
     *host = (uint64_t)segment->host;
     *device = segment->device;
+    *kind = segment->kind;
     return 0;
 }
 
@@ -243,6 +256,10 @@ static aclError register_host(void *pointer, uint64_t size, uint32_t flag, Segme
      * aclrtMallocHost memory all the same, so refusing it is a choice of the test. */
     if (flag & ACL_HOST_REG_PINNED && from_malloc_host(pointer) && getenv("FAKE_CANN_STRICT_PINNED"))
         return fail(ACL_ERROR_RT_PARAM_INVALID, "host registration: PINNED on memory that aclrtMallocHost pinned already");
+    unsigned char *pages = malloc(size / PAGE + 2);
+    bool absent = segment_at((uintptr_t)pointer) || mincore(pointer, round_up(size, PAGE), pages);
+    free(pages);
+    if (absent) return fail(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "host registration: %p has no %lu bytes of host memory", pointer, (unsigned long)size);
     if (is_host_address_registered(pointer, size))
         return fail(ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "host registration: %p overlaps a registered range", pointer);
     *registered = segment_reserve(SEGMENT_REGISTERED, size, pointer, device);
@@ -338,7 +355,7 @@ EXPORT aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t size
     ENTER(aclrtMemcpy);
     if (size > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "copy of %zu bytes into %zu", size, room);
     if (thread_capture()) return fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "synchronous copy during graph capture");
-    aclError error = call_hook(HOOK_SYNCHRONISE, NULL, NULL);
+    aclError error = fakecann_waiting ? call_hook(HOOK_SYNCHRONISE, NULL, NULL) : ACL_SUCCESS;
     Task task = {copy, {(uint64_t)to, (uint64_t)from, size, kind}};
     return error ? error : copy(&task);
 }

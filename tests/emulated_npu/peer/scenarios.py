@@ -221,34 +221,52 @@ def selections(model: str, preset: str = "a", length: int = 130, **options: Any)
     prompt, tokens = prompt_of(preset, length)
     own.run(prompt, tokens, tokens=1)
     data = golden(preset, length, "exact-fp32")
+    config = own.llm.llm_engine.vllm_config.model_config.hf_config
+    size = int(getattr(config, "text_config", config).candidate_block_size)
+    agree = torch.ones(length, dtype=torch.bool)
     out: Result = {}
+    for name, rows in sorted(kept.items()):  # the source of candidates comes before the layers that use them
+        layer, kind = name.split(".")
+        if kind == "candidates" and f"index{layer}.candidates" in data:
+            agree = _same_blocks(rows, data[f"index{layer}.candidates"].bool(), size)
+            out[f"candidates of layer {layer}"] = {"rows": length, "equal": int(agree.sum())}
     for name, rows in kept.items():
         layer, kind = name.split(".")
         if kind == "topk" and f"index{layer}.topk" in data:
-            out[f"layer {layer}"] = _selection(rows, data[f"index{layer}.topk"], data[f"index{layer}.scores"].float())
+            scores = data[f"index{layer}.scores"].float()
+            filtered = bool(
+                (scores == -torch.inf).tril().any()
+            )  # a consumer of candidates: its rows need the same blocks
+            chosen = agree if filtered else torch.ones(length, dtype=torch.bool)
+            out[f"layer {layer}"] = _selection(rows[chosen], data[f"index{layer}.topk"][chosen], scores[chosen])
     return out
 
 
-def _selection(found: Tensor, wanted: Tensor, scores: Tensor) -> Result:
-    """Rows whose set is the golden one, and how far apart the scores of exchanged positions are.
+def _same_blocks(blocks: Tensor, mask: Tensor, size: int) -> Tensor:
+    """blocks int32 [L, 1, C] padded with -1, mask bool [L, n] of golden data -> rows in which they agree, bool [L]."""
+    rows = []
+    for position, (chosen, wanted) in enumerate(zip(blocks[:, 0], mask, strict=True)):
+        found = torch.zeros(len(wanted) + size, dtype=torch.bool)
+        for block in chosen[chosen >= 0].tolist():
+            found[block * size : (block + 1) * size] = True
+        rows.append(torch.equal(found[: position + 1], wanted[: position + 1]))
+    return torch.tensor(rows)
 
-    worst_gap: share of the row's maximum. other_blocks: positions that golden data exclude because their candidate
-    block was not chosen (score -inf); the blocks themselves were a near tie.
-    """
-    equal, gaps, missing, total, other = 0, [0.0], 0, 0, 0
+
+def _selection(found: Tensor, wanted: Tensor, scores: Tensor) -> Result:
+    """Rows whose set is the golden one; worst_gap: how far apart scores of exchanged positions are, as a share of the
+    row's maximum."""
+    equal, gaps, missing, total = 0, [0.0], 0, 0
     for row, (a, b) in enumerate(zip(found, wanted, strict=True)):
         ours, theirs = set(a[a >= 0].tolist()), set(b[b >= 0].tolist())
         equal += ours == theirs
         total += len(theirs)
         missing += len(theirs - ours)
-        more = [float(scores[row, p]) for p in ours - theirs]
-        other += sum(score == -torch.inf for score in more)
-        more = [score for score in more if score > -torch.inf]
-        if more and theirs - ours:
-            best = max(float(scores[row, p]) for p in theirs - ours)
-            gaps.append((best - min(more)) / float(scores[row, sorted(theirs)].abs().max()))
-    result = {"rows": len(found), "equal": equal, "missing": missing, "of": total, "other_blocks": other}
-    return result | {"worst_gap": round(max(gaps), 4)}
+        if ours - theirs and theirs - ours:
+            low = min(float(scores[row, p]) for p in ours - theirs)
+            high = max(float(scores[row, p]) for p in theirs - ours)
+            gaps.append((high - low) / float(scores[row, sorted(theirs)].abs().max()))
+    return {"rows": len(found), "equal": equal, "missing": missing, "of": total, "worst_gap": round(max(gaps), 4)}
 
 
 # ---- many requests ----

@@ -88,12 +88,13 @@ def _rest(results: dict[str, Any]) -> Iterator[str]:
     yield "| scenario | result |"
     yield "|---|---|"
     for name in ("selections-bf16", "selections-w8a8"):
-        for layer, r in results.get(name, {}).items():
+        for what, r in results.get(name, {}).items():
             if isinstance(r, dict):
-                apart = f"scores at most {100 * r['worst_gap']:.1f} % of the row's maximum apart"
-                blocks = f", {r['other_blocks']} of them from another candidate block" if r["other_blocks"] else ""
-                rows = f"{r['equal']} of {r['rows']} rows select as exact-fp32"
-                yield f"| {name}, {layer} | {rows}; {r['missing']} of {r['of']} positions exchanged{blocks}, {apart} |"
+                rows = f"{r['equal']} of {r['rows']} rows as exact-fp32"
+                if "of" in r:
+                    apart = f"scores at most {100 * r['worst_gap']:.1f} % of the row's maximum apart"
+                    rows += f"; {r['missing']} of {r['of']} positions exchanged, {apart}"
+                yield f"| {name}, {what} | {rows} |"
     for name in ("chunks", "blocks-64"):
         for length in (k for k in results.get(name, {}) if k.isdigit()):
             figures = results[name][length]["exact-fp32"]

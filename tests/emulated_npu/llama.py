@@ -12,6 +12,17 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS = [[3, 5, 7, 11, 13], [2, 4], list(range(20, 60))]
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "gpu_memory_utilization": 0.05,
+    "num_gpu_blocks_override": 64,
+    "block_size": 128,
+    "enable_prefix_caching": False,
+    "skip_tokenizer_init": True,
+}
 GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0, "cudagraph_capture_sizes": [1, 2, 4]}
 
 
@@ -43,19 +54,7 @@ def checkpoint(folder: Path) -> Path:
 def generate(folder: str, **options: Any) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=folder,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        gpu_memory_utilization=0.05,
-        num_gpu_blocks_override=64,
-        block_size=128,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        **{"enforce_eager": True, **options},
-    )
+    llm = LLM(model=folder, **{**OPTIONS, "enforce_eager": True, **options})
     parameters = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True, detokenize=False)
     out: dict[str, Any] = {"tokens": [], "logprobs": []}
     for output in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False):

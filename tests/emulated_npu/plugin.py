@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,19 @@ import pytest
 
 from . import environment
 
-__all__ = ["pytest_configure", "pytest_runtest_logreport", "pytest_runtest_logstart", "pytest_runtest_protocol"]
+__all__ = [
+    "pytest_configure",
+    "pytest_runtest_logreport",
+    "pytest_runtest_logstart",
+    "pytest_runtest_protocol",
+    "pytest_sessionfinish",
+]
 _INSIDE = "EMULATED_NPU_REPORT"
 _TIMEOUT = 1500
 _reports: dict[str, list[dict[str, Any]]] = {}
 _refused: list[str] = []
+_processes: set[int] = set()
+_running: dict[tuple[Any, ...], Future[None]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -117,11 +126,13 @@ def _run(group: tuple[Any, ...], nodes: list[str], overlay: Path) -> None:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+                _processes.add(process.pid)
                 try:
                     code = process.wait(_TIMEOUT)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     code = process.wait()
+                _processes.discard(process.pid)
                 output.seek(0)
                 text = output.read()[-6000:]
             current = ""
@@ -158,6 +169,25 @@ def _overlay() -> Path | None:
     return None
 
 
+def _start(session: pytest.Session, overlay: Path) -> None:
+    """Starts all groups of the session, in order, a process or two at a time: each computes in one thread."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for item in session.items:
+        if item.get_closest_marker("emulated_npu") is not None and not _problem(item):
+            groups.setdefault(_group(item), []).append(item.nodeid)
+    jobs = int(os.environ.get("EMULATED_NPU_JOBS") or min(2, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(jobs)
+    _running.update({group: pool.submit(_run, group, nodes, overlay) for group, nodes in groups.items()})
+
+
+def pytest_sessionfinish() -> None:
+    """After an interrupt: nothing goes on in the background."""
+    for future in _running.values():
+        future.cancel()
+    for pid in list(_processes):
+        os.killpg(pid, signal.SIGKILL)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if item.get_closest_marker("emulated_npu") is None or "EMULATED_NPU" in os.environ:
@@ -171,11 +201,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     problem = _problem(item)
     if problem:
         _reports[item.nodeid] = [_crash(item.nodeid, problem)]
-    if item.nodeid not in _reports:
-        group = _group(item)
-        marked = (i for i in item.session.items if i.get_closest_marker("emulated_npu") is not None)
-        same = [i.nodeid for i in marked if _group(i) == group and not _problem(i)]
-        _run(group, same, overlay)
+    else:
+        if not _running:
+            _start(item.session, overlay)
+        _running[_group(item)].result()
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for data in _reports[item.nodeid]:
         if isinstance(data["longrepr"], list):  # a skip: JSON has no tuples

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,15 +62,31 @@ def recording() -> Iterator[Record]:
 
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Counts what runs inside under `label` (a layer, a step)."""
+    """Counts what runs inside under `label` (a step, a layer); labels nest: "step 1/layers.0"."""
     before = [(r, r.label) for r in _records]
-    for r in _records:
-        r.label = label
+    for r, outer in before:
+        r.label = f"{outer}/{label}" if outer else label
     try:
         yield
     finally:
         for r, old in before:
             r.label = old
+
+
+def label_layers(model: torch.nn.Module, pattern: str = r"layers\.\d+$") -> None:
+    """From now on what each layer of a model runs is counted under its name. pattern: searched in module names."""
+    for name, module in model.named_modules():
+        found = re.search(pattern, name)
+        if found:
+            module.forward = _under(found.group(0), module.forward)  # type: ignore[method-assign]
+
+
+def _under(label: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with labelled(label):
+            return forward(*arguments, **keywords)
+
+    return run
 
 
 def describe(value: Any, nz: bool = False) -> str:

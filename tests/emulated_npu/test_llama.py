@@ -56,11 +56,46 @@ def test_one_device(tmp_path, monkeypatch, runner, graphs):
 
 
 @pytest.mark.emulated_npu(fresh=True, devices=2)
-@pytest.mark.parametrize(("runner", "graphs"), [("v1", False), ("v2", True)], ids=["v1-eager", "v2-graph"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
 def test_two_devices(tmp_path, runner, graphs):
     options = {"enforce_eager": False, "compilation_config": llama.GRAPHS} if graphs else {}
     variables = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2"))}
     check(run(tmp_path, variables, tensor_parallel_size=2, **options))
+
+
+@pytest.mark.emulated_npu(fresh=True)
+def test_the_operators_of_a_decode_step(tmp_path, monkeypatch):
+    """The calls of one decode step on runner V1, kept as golden data; UPDATE_GOLDEN=1 writes them."""
+    from vllm import LLM, SamplingParams
+
+    from emulated_npu import recorder
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    llm = LLM(str(llama.checkpoint(tmp_path / "llama")), **llama.OPTIONS, enforce_eager=True, async_scheduling=False)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    recorder.label_layers(worker.model_runner.get_model())
+    execute, steps = worker.execute_model, []
+
+    def step(*arguments, **keywords):
+        with recorder.recording() as record, recorder.labelled(f"step {len(steps)}"):
+            steps.append(record)
+            return execute(*arguments, **keywords)
+
+    worker.execute_model = step
+    llm.generate(
+        [{"prompt_token_ids": [3, 5, 7]}],
+        SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False),
+    )
+    decode = steps[1]
+    layers = [decode.labels[f"step 1/layers.{i}"] for i in (0, 1)]
+    assert layers[0]["aclnnFusedInferAttentionScoreV3"] == layers[1]["aclnnFusedInferAttentionScoreV3"] == 1
+    assert layers[0]["aclnnSwiGlu"] == 1
+    golden = GOLDEN.with_name("llama_decode.txt")
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text("\n".join(decode.lines) + "\n")
+    difference = recorder.difference(golden.read_text().splitlines(), decode.lines)
+    assert not difference, difference
 
 
 @pytest.mark.emulated_npu(fresh=True)

@@ -4,6 +4,7 @@ golden/README.md.
 All of it: tests/emulated_npu/yardstick.py, whose figures docs/peer-on-emulated-npu.md shows.
 """
 
+import dataclasses
 import json
 
 import pytest
@@ -22,13 +23,19 @@ def within(figures, row=(0.05, 0.9985, 0.015, 0.90)):
     return figures[RMS] <= row[0] and figures[COSINE] >= row[1] and figures[KL] <= row[2] and figures[TOP1] >= row[3]
 
 
+def part(name, **options):
+    """A scenario with other options: shorter, for the time that all tests together may take."""
+    scenario = SCENARIOS[name]
+    return dataclasses.replace(scenario, options={**scenario.options, **options})()
+
+
 def recorded(name):
     return json.loads((REPOSITORY / "docs" / "peer-on-emulated-npu.json").read_text())[name]
 
 
 def test_bf16_on_runner_v2():
-    result = SCENARIOS["c-bf16-v2"]()
-    for length in ("17", "40", "130"):
+    result = part("c-bf16-v2", lengths=(17, 40))
+    for length in ("17", "40"):
         for kind in ("prefill", "decode"):
             assert within(result[length]["exact-weights"][kind]), (length, kind, result[length])
             assert result[length]["exact-weights"][kind] == pytest.approx(
@@ -38,10 +45,10 @@ def test_bf16_on_runner_v2():
 
 def test_w8a8_in_graphs_on_runner_v1():
     """Bit-equal to eager, by the digest of the decode logits that the yardstick recorded."""
-    result = SCENARIOS["c-w8a8-v1-graph"]()
+    result = part("c-w8a8-v1-graph", lengths=(17, 40))
     assert result["graphs"]["captures"] == 3
-    assert result["graphs"]["replays"] == 72
-    for length in ("17", "40", "130"):
+    assert result["graphs"]["replays"] == 48
+    for length in ("17", "40"):
         assert within(result[length]["exact-weights"]["decode"]), result[length]
         assert recorded("c-w8a8-v1-graph")[f"{length}.digest"] == recorded("c-w8a8-v1")[f"{length}.digest"]
 
@@ -106,7 +113,7 @@ def test_preemption():
 
 
 def test_sampling():
-    result = SCENARIOS["sampling-v1"]()
+    result = part("sampling-v1", draws=128)
     assert result["seed_repeats"]
     assert result["total_variation"] < 2 * result["expected"]
 

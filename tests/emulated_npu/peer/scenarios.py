@@ -181,6 +181,15 @@ def tapped_layers(own: Engine) -> list[int]:
     return []
 
 
+def refused(model: str, preset: str, **options: Any) -> Result:
+    """A configuration that rc2 does not start with: the error it gives."""
+    try:
+        engine(model, preset, **options)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    return {"error": "none: it starts"}
+
+
 def accepted(model: str, preset: str, length: int = 17, **options: Any) -> Result:
     """Drafts are accepted and rejected in turn (0, 3, 5, 1, 2, 5, 4, 0, 1 of 5); the rows against a plain prefill of
     the
@@ -511,6 +520,7 @@ SCENARIOS |= {
         },
     ),
     "dspark-accepted": Scenario(accepted),
+    "dspark-set-a": Scenario(refused, "a", options={"speculative_config": DSPARK}),
     "selections-bf16": Scenario(selections, "a"),
     "selections-w8a8": Scenario(selections, "a", "w8a8"),
     "chunks": Scenario(forced, "a", options={"lengths": (40, 130), "max_num_batched_tokens": 37}),
@@ -518,7 +528,7 @@ SCENARIOS |= {
     "together": Scenario(together, options={"max_num_batched_tokens": 37}),
     "together-v2": Scenario(together, options={"max_num_batched_tokens": 37, **_V2}),
     "preemption": Scenario(
-        together, options={"tokens": 16, "border": True, "max_model_len": 256, "num_gpu_blocks_override": 16}
+        together, options={"tokens": 12, "border": True, "max_model_len": 256, "num_gpu_blocks_override": 16}
     ),
     "prefix-hits": Scenario(prefix_hits, "a"),
     "sampling-v1": Scenario(sampling),

@@ -130,6 +130,8 @@ def _rest(results: dict[str, Any]) -> Iterator[str]:
         equal = sum(a == b == c for a, b, c in zip(r["tokens"], r["together"], results["tp1"]["tokens"], strict=True))
         verdict = f"{equal} of {len(r['tokens'])} requests give the tokens of one device"
         yield f"| dp2, each rank idle in turn, then both working | {verdict} |"
+    if "dspark-set-a" in results:
+        yield f"| DSpark on set a (two KV sources, three draft stages) | {results['dspark-set-a']['error']} |"
     if "nested-tables" in results:
         yield f"| nested-tables | decode rms {results['nested-tables']['decode_rms']} |"
 

@@ -77,8 +77,8 @@ def _key() -> str:
     return digest.hexdigest()[:16]
 
 
-def _run(command: list[str | Path], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: list[str | Path], what: str, more: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(more or {})})
     if done.returncode:
         raise SetupError(f"{what} failed:\n{(done.stdout + done.stderr)[-2000:]}")
 
@@ -99,9 +99,17 @@ def _wheels(python: Path) -> None:
     _run([*pip, "-r", HERE / "requirements.txt"], "installing tests/emulated_npu/requirements.txt")
 
 
+def _pip_setting(name: str) -> str:
+    """How this machine reaches its package index, as pip knows it; empty: pip's default."""
+    given = os.environ.get("PIP_" + name.upper().replace("-", "_"))
+    command = [sys.executable, "-m", "pip", "config", "get", f"global.{name}"]
+    return given or subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
 def _source_distribution(work: Path) -> Path:
     """Downloads, checks and unpacks vllm-ascend; returns the folder."""
-    index = os.environ.get("PIP_INDEX_URL")
+    index, certificates = _pip_setting("index-url"), _pip_setting("cert")
+    more = {"SSL_CERT_FILE": certificates} if certificates and "SSL_CERT_FILE" not in os.environ else {}
     command: list[str | Path] = [
         sys.executable,
         "-m",
@@ -111,7 +119,7 @@ def _source_distribution(work: Path) -> Path:
         "--download",
         work,
     ]
-    _run([*command, *(["--index-url", index] if index else [])], f"downloading vllm-ascend {VLLM_ASCEND}")
+    _run([*command, *(["--index-url", index] if index else [])], f"downloading vllm-ascend {VLLM_ASCEND}", more)
     archive = next(work.glob("vllm_ascend-*.tar.gz"))
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != VLLM_ASCEND_SHA256:

@@ -113,6 +113,7 @@ def _run(group: tuple[Any, ...], nodes: list[str], overlay: Path) -> None:
                 "-q",
                 "-p",
                 "no:cacheprovider",
+                f"--basetemp={folder}/tmp",  # sessions that begin together fight for the common place
                 "-m",
                 "emulated_npu",
                 *todo,

@@ -69,7 +69,8 @@ def test_outcomes(tmp_path):
     (tmp_path / "conftest.py").write_text("from emulated_npu.plugin import *\n")
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", str(tmp_path)]
+    inner = f"--basetemp={tmp_path}/inner"
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", inner, str(tmp_path)]
     path = {"PYTHONPATH": str(environment.HERE.parent)}
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **path}, capture_output=True, text=True)
     text = done.stdout

@@ -65,16 +65,37 @@ def test_is_misspelt():
 """
 
 
+MIXED = """
+import pytest
+
+
+@pytest.fixture(scope="module")
+def outside():
+    yield
+
+
+def test_outside(outside):
+    pass
+
+
+@pytest.mark.emulated_npu
+def test_inside():
+    pass
+"""
+
+
 def test_outcomes(tmp_path):
     (tmp_path / "conftest.py").write_text("from emulated_npu.plugin import *\n")
     (tmp_path / "test_some.py").write_text(TESTS)
+    # a module whose last test runs inside, between two that run outside
+    (tmp_path / "test_mixed.py").write_text(MIXED)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     inner = f"--basetemp={tmp_path}/inner"
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", inner, str(tmp_path)]
     path = {"PYTHONPATH": str(environment.HERE.parent)}
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **path}, capture_output=True, text=True)
     text = done.stdout
-    assert "4 failed, 4 passed, 1 skipped, 1 xfailed" in text, text[-3000:] + done.stderr[-2000:]
+    assert "4 failed, 6 passed, 1 skipped, 1 xfailed" in text, text[-3000:] + done.stderr[-2000:]
     assert "on purpose" in text
     assert "the process ended with code 3 in this test" in text
     assert "device_type 'A5'; expected one of ['A2', 'A3']" in text

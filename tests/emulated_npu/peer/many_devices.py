@@ -7,6 +7,20 @@ from typing import Any
 
 from .measure import Result, prompt_of
 
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "gpu_memory_utilization": 0.05,
+    "num_gpu_blocks_override": 64,
+    "block_size": 128,
+    "enable_prefix_caching": False,
+    "skip_tokenizer_init": True,
+    "limit_mm_per_prompt": {"image": 0},
+}
+
 
 def parallel(model: str, preset: str, tokens: int = 8, **options: Any) -> Result:
     """Greedy tokens and their log-probabilities, worker processes with collectives over shared memory."""
@@ -15,17 +29,7 @@ def parallel(model: str, preset: str, tokens: int = 8, **options: Any) -> Result
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     llm = vllm.LLM(
         model=model,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        gpu_memory_utilization=0.05,
-        num_gpu_blocks_override=64,
-        block_size=128,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        limit_mm_per_prompt={"image": 0},
+        **OPTIONS,
         **options,
     )
     prompts = [{"prompt_token_ids": prompt_of(preset, n)[0]} for n in (17, 40)]
@@ -54,17 +58,7 @@ async def _idle_ranks(model: str, preset: str, tokens: int, options: dict[str, A
 
     arguments = AsyncEngineArgs(
         model=model,
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        gpu_memory_utilization=0.05,
-        num_gpu_blocks_override=64,
-        block_size=128,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        limit_mm_per_prompt={"image": 0},
+        **OPTIONS,
         data_parallel_size=2,
         **options,
     )

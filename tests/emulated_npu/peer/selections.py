@@ -43,9 +43,8 @@ def selections(model: str, preset: str = "a", length: int = 130, **options: Any)
         layer, kind = name.split(".")
         if kind == "topk" and f"index{layer}.topk" in data:
             scores = data[f"index{layer}.scores"].float()
-            filtered = bool(
-                (scores == -torch.inf).tril().any()
-            )  # a consumer of candidates: its rows need the same blocks
+            # a consumer of candidates: its rows need the same blocks
+            filtered = f"index{layer}.candidates" in data and bool((scores == -torch.inf).tril().any())
             chosen = agree if filtered else torch.ones(length, dtype=torch.bool)
             out[f"layer {layer}"] = _selection(rows[chosen], data[f"index{layer}.topk"][chosen], scores[chosen])
     return out

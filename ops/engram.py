@@ -44,16 +44,20 @@ def engram_lookup(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch
 
 
 @operator
-def engram_inject(streams: Tensor, kv: Tensor, qk_weight: Tensor, dead: Tensor, eps: float) -> Tensor:
+def engram_inject(
+    streams: Tensor, kv: Tensor, qk_weight: Tensor, dead: Tensor, eps: float, rotation: Tensor | None = None
+) -> Tensor:
     """Add the value to every stream, gated by how well the stream matches its key.
 
     streams: [T, hc, D]; kv: [T, (hc + 1) D], one key per stream, then the value; qk_weight:
-    [hc, D] float32, ``q_weight * k_weight``; dead: [T] bool, tokens that take nothing.
-    Returns the streams' shape and dtype. Source: spec section 3.9 (gate).
+    [hc, D] float32, ``q_weight * k_weight``; dead: [T] bool, tokens that take nothing; rotation: [b, b]
+    float32, the block of the orthogonal matrix by which streams and value are rotated, and keys are not.
+    Returns the streams' shape and dtype. Source: spec sections 3.9 (gate), 5.4 (rotation).
     """
     hc, dim = streams.shape[1:]
     x, key = streams.float(), kv[:, : hc * dim].unflatten(1, (hc, dim)).float()
-    dot = (x * qk_weight * key).sum(-1)
+    query = x if rotation is None else (x.unflatten(-1, (-1, len(rotation))) @ rotation.T).flatten(-2)
+    dot = (query * qk_weight * key).sum(-1)
     dot = dot * torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps) * dim**-0.5
     gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
     gate = gate.masked_fill(dead[:, None], 0.0)

@@ -11,14 +11,26 @@ INT8_MAX = 127
 ENGRAM_GROUP = 32
 
 
+def channel_scale(absmax: Tensor) -> Tensor:
+    """absmax float32 -> the smallest BF16 number not below absmax / 127, as float32; 0 for 0.
+
+    A reader that keeps scales in BF16, as vllm-ascend does, loses nothing, and no code passes 127.
+    """
+    bits = ((absmax / INT8_MAX).view(torch.int32) + 0xFFFF) & -0x10000
+    scale = bits.view(torch.float32)
+    # the quotient may have been rounded down onto a BF16 number; this product is exact
+    short = scale.double() * INT8_MAX < absmax.double()
+    return (bits + short.to(torch.int32) * 0x10000).view(torch.float32)
+
+
 def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [out, in] -> codes int8 [out, in], scale float32 [out, 1] = absmax / 127.
+    """weight [out, in] -> codes int8 [out, in], scale float32 [out, 1], ``channel_scale`` of the row's absmax.
 
     A row of zeros gets scale 0 and codes 0. Source: spec section 5.2.
     """
     f = weight.float()
     low, high = f.aminmax(dim=1, keepdim=True)
-    scale = torch.maximum(high, -low) / INT8_MAX
+    scale = channel_scale(torch.maximum(high, -low).abs())  # abs: a row of -0.0 has scale 0.0
     codes = (f / scale.where(scale > 0, 1.0)).round_().clamp_(-INT8_MAX, INT8_MAX)
     return codes.to(torch.int8), scale
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -68,8 +69,17 @@ def identify(directory: str | Path) -> Layout:
     raise CheckpointError(f"{directory}: not a checkpoint, neither {OFFICIAL_INDEX} nor {ASCEND_INDEX} is there")
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """Keys, dtypes and shapes of one safetensors file, from its header. Raises CheckpointError.
+@dataclass(frozen=True)
+class Location:
+    """Where a tensor's data lie: file relative to the checkpoint, first byte in it, number of bytes."""
+
+    file: str
+    offset: int
+    bytes: int
+
+
+def read_header(path: Path) -> dict[str, tuple[Stored, int]]:
+    """Key -> form, and first byte of the data, of every tensor of a safetensors file. Raises CheckpointError.
 
     Every entry must be well formed, the data must follow each other without gap or overlap, and the file
     must be as long as its header says: a cut download has a valid header.
@@ -101,7 +111,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         end = stop
     if 8 + length + end != size:
         raise CheckpointError(f"{path}: {size} bytes, its header promises {8 + length + end}; download it again")
-    return {stored.key: stored for stored, _ in spans}
+    return {stored.key: (stored, 8 + length + begin) for stored, (begin, _) in spans}
 
 
 def _entry(path: Path, key: str, entry: Any) -> tuple[Stored, tuple[int, int]]:
@@ -125,6 +135,7 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: list[TensorSpec]
     files: dict[str, str]  # key -> file, relative to the directory
+    locations: dict[str, Location]
 
     @property
     def plan(self) -> ModelPlan:
@@ -185,18 +196,25 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         problems.append(_listed("tensors missing from the index", missing))
     if unknown:
         problems.append(_listed("tensors that this model does not have", unknown))
+    locations: dict[str, Location] = {}
     if not problems:
-        problems += _compare_headers(directory, files, expected)
+        headers = {file: read_header(directory / file) for file in sorted(set(files.values()))}
+        problems += _compare_headers(headers, files, expected)
     if problems:
         raise CheckpointError(f"{index}: " + ".\n  ".join(problems))
-    return Checkpoint(directory, layout, weights, config, inventory(config), files)
+    for key, file in files.items():
+        stored, offset = headers[file][key]
+        locations[key] = Location(file, offset, stored.bytes)
+    return Checkpoint(directory, layout, weights, config, inventory(config), files, locations)
 
 
-def _compare_headers(directory: Path, files: dict[str, str], expected: dict[str, Stored]) -> list[str]:
-    headers = {file: read_header(directory / file) for file in sorted(set(files.values()))}
+Headers = dict[str, dict[str, tuple[Stored, int]]]  # by file and key
+
+
+def _compare_headers(headers: Headers, files: dict[str, str], expected: dict[str, Stored]) -> list[str]:
     elsewhere, differs = [], []
     for key, file in files.items():
-        found, wanted = headers[file].get(key), expected[key]
+        found, wanted = headers[file].get(key, (None, 0))[0], expected[key]
         if found is None:
             elsewhere.append(f"{key} is not in {file}")
         elif found != wanted:
@@ -238,7 +256,7 @@ def _ascend_weights(directory: Path, config: dict[str, Any]) -> Weights:
     return weights
 
 
-def description_labels(config: dict[str, Any], weights: Weights) -> dict[str, str]:
+def description_labels(config: Mapping[str, Any], weights: Weights) -> dict[str, str]:
     """One label per tensor key of the Ascend layout (spec section 5.2)."""
     labels: dict[str, str] = {}
     for spec in inventory(config):

@@ -1,220 +1,97 @@
-"""From the official checkpoint to the Ascend layout, tensor by tensor."""
+"""From the official checkpoint to the Ascend layout: resumable, in several processes, in bounded memory."""
 
 from __future__ import annotations
 
-import json
+import hashlib
+import logging
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from tqdm import tqdm
+from .. import native
+from . import rotation
+from .checkpoint import OFFICIAL_INDEX, Checkpoint, CheckpointError, Layout, Location, open_checkpoint
+from .describe import side_files, write_small_files
+from .inventory import Weights
+from .journal import Journal
+from .partial import CONTENTS, JOURNAL, partial_directory, partial_path, publish, remove, sync
+from .plan import DEFAULT_SHARD_BYTES, STEP_BYTES, Plan, Step, make_plan
+from .pool import Job, run_steps
+from .progress import Progress, on_terminal
 
-from ..ops.mx import decode_fp4, decode_fp8_rows, decode_fp8_tiles
-from ..ops.w8a8 import quantize_channels, quantize_engram_rows
-from .checkpoint import (
-    ASCEND_INDEX,
-    DESCRIPTION,
-    Checkpoint,
-    CheckpointError,
-    Layout,
-    description_labels,
-    open_checkpoint,
-)
-from .inventory import Kind, Stored, TensorSpec, Weights, draft_copies
-from .partial import partial_directory
-from .safetensors_writer import SafetensorsWriter
-
-TABLE_ROWS = 65536  # rows of an Engram table in memory at a time
-DEFAULT_SHARD_BYTES = 4 << 30
-ROTATION = "optional/quarot.safetensors"
-ENGRAM_ROTATION = {  # what a loader written for ModelSlim's rotated checkpoints must find; ours is the identity
-    "value_projection_rotated": True,
-    "value_basis": "quarot_global",
-    "key_and_gate_basis": "original",
-    "runtime_delta_rotation": False,
-}
+log = logging.getLogger(__name__)
 
 
-@dataclass
-class _File:
-    """One output file: its tensors and where each comes from."""
-
-    name: str
-    tensors: list[Stored] = field(default_factory=list)
-    sources: list[TensorSpec] = field(default_factory=list)
-    bytes: int = 0
-
-    def add(self, source: TensorSpec, tensors: tuple[Stored, ...]) -> None:
-        """One more tensor of the model."""
-        self.sources.append(source)
-        self.tensors += tensors
-        self.bytes += sum(stored.bytes for stored in tensors)
-
-
-def _weight_files(checkpoint: Checkpoint, weights: Weights, shard_bytes: int) -> list[_File]:
-    """Everything but the Engram tables, in shards of at most ``shard_bytes`` (at least one tensor)."""
-    by_name = {spec.name: spec for spec in checkpoint.tensors}
-    wanted = [(spec, spec.ascend(weights)) for spec in checkpoint.tensors if spec.kind is not Kind.TABLE]
-    for copy in draft_copies(checkpoint.config):
-        source = by_name[copy.source]
-        stored = source.ascend(weights)[0]
-        wanted.append((source, (Stored(copy.name, stored.dtype, stored.shape),)))
-    shards = [_File("")]
-    for spec, stored_as in wanted:
-        size = sum(stored.bytes for stored in stored_as)
-        if shards[-1].tensors and shards[-1].bytes + size > shard_bytes:
-            shards.append(_File(""))
-        shards[-1].add(spec, stored_as)
-    for number, shard in enumerate(shards, 1):
-        shard.name = f"quant_model_weights-{number:05d}-of-{len(shards):05d}.safetensors"
-    return shards
-
-
-def _table_files(checkpoint: Checkpoint, weights: Weights) -> list[list[_File]]:
-    """For each Engram table one file per tensor (spec section 5.4)."""
-    folder = "engram_int8" if weights is Weights.W8A8 else "engram_bf16"
-    tables = []
-    for spec in checkpoint.tensors:
-        if spec.kind is Kind.TABLE:
-            base = spec.base.replace(".", "_")
-            files = []
-            for stored in spec.ascend(weights):
-                file = _File(f"{folder}/{base}.{stored.key.rpartition('.')[2]}.safetensors")
-                file.add(spec, (stored,))
-                files.append(file)
-            tables.append(files)
-    return tables
-
-
-class _Source:
-    """Dequantised tensors of the official checkpoint."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._open: tuple[str, Any] = ("", None)
-
-    def _handle(self, key: str) -> Any:
-        file = self.checkpoint.files[key]
-        if self._open[0] != file:
-            try:
-                self._open = (file, safe_open(self.checkpoint.directory / file, framework="pt"))
-            except SafetensorError as error:
-                raise CheckpointError(f"{self.checkpoint.directory / file}: {error}; download it again") from error
-        return self._open[1]
-
-    def raw(self, key: str) -> Tensor:
-        tensor: Tensor = self._handle(key).get_tensor(key)
-        return tensor
-
-    def rows(self, spec: TensorSpec, begin: int, end: int) -> Tensor:
-        """Rows of an Engram table, float32."""
-        weight = self._handle(spec.name).get_slice(spec.name)[begin:end]
-        scale = self._handle(f"{spec.base}.scale").get_slice(f"{spec.base}.scale")[begin:end]
-        return self._finite(decode_fp8_rows(weight, scale), spec)
-
-    def dense(self, spec: TensorSpec) -> Tensor:
-        """A whole tensor, float32."""
-        weight = self.raw(spec.name)
-        if spec.kind is Kind.EXPERT:
-            weight = decode_fp4(weight, self.raw(f"{spec.base}.scale"))
-        elif spec.kind in (Kind.LINEAR, Kind.FLOAT_LINEAR):
-            weight = decode_fp8_tiles(weight, self.raw(f"{spec.base}.scale"))
-        return self._finite(weight.float(), spec)
-
-    def _finite(self, values: Tensor, spec: TensorSpec) -> Tensor:
-        if not all(torch.isfinite(extreme) for extreme in values.aminmax()):
-            raise CheckpointError(
-                f"{self.checkpoint.directory / self.checkpoint.files[spec.name]}: {spec.name} holds NaN or infinity "
-                "(a damaged weight, or a scale of code 255); download the file again"
-            )
-        return values
-
-
-def _converted(spec: TensorSpec, values: Tensor, weights: Weights) -> Iterator[Tensor]:
-    """The tensors of ``spec.ascend(weights)``, in that order."""
-    if spec.kind in (Kind.F32, Kind.WIDENED):
-        yield values
-    elif weights is Weights.W8A8 and spec.quantized:
-        codes, scale = quantize_channels(values)
-        yield from (codes, scale, torch.zeros_like(scale))
-    else:
-        yield values.to(torch.bfloat16)
-
-
-def _write_table(files: list[_File], weights: Weights, source: _Source, directory: Path, tick: Tick) -> None:
-    """One table, read once: codes and scales go to their files side by side."""
-    spec = files[0].sources[0]
-    with ExitStack() as stack:
-        writers = [stack.enter_context(SafetensorsWriter(_made(directory / file.name), file.tensors)) for file in files]
-        for begin in range(0, spec.shape[0], TABLE_ROWS):
-            rows = source.rows(spec, begin, min(begin + TABLE_ROWS, spec.shape[0]))
-            parts = (rows.to(torch.bfloat16),) if weights is Weights.BF16 else quantize_engram_rows(rows)
-            for file, writer, part in zip(files, writers, parts, strict=True):
-                writer.append(file.tensors[0].key, part)
-                tick(part.numel() * part.element_size())
-
-
-def _made(path: Path) -> Path:
-    """The path, its directory made."""
-    path.parent.mkdir(exist_ok=True)
-    return path
-
-
-def _write_weights(file: _File, weights: Weights, source: _Source, directory: Path, tick: Tick) -> None:
-    remaining = iter(file.tensors)
-    with SafetensorsWriter(directory / file.name, file.tensors) as writer:
-        for spec in file.sources:
-            for tensor in _converted(spec, source.dense(spec), weights):
-                writer.append(next(remaining).key, tensor)
-                tick(tensor.numel() * tensor.element_size())
-
-
-Tick = Callable[[int], None]
-
-
-def convert(source: str | Path, target: str | Path, weights: Weights, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Path:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    weights: Weights,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    *,
+    rotate: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    step_bytes: int = STEP_BYTES,
+) -> Path:
     """Convert an official checkpoint. Returns the new directory.
 
-    Everything is written to a hidden directory beside the target and renamed at the end; a failure removes
-    it. Raises CheckpointError: before data is read for a bad source, an existing target, too little
-    room, an unreadable side file or a second conversion to the same target; later for damaged data.
+    ``shard_bytes``: largest weight file; ``rotate``: QuaRot (``rotation``); ``workers``: processes, one per usable core
+    if not given; ``step_bytes``: output between two entries of the journal.
+
+    Everything is written to a hidden directory beside the target and renamed at the end. However it was stopped, the
+    same call goes on from there, and the result is the same. Raises CheckpointError: before data is read for a bad
+    source, an existing target, too little room, an unreadable side file, an interrupted conversion with other options
+    or a second conversion to the same target; later for damaged data, a full disk or a killed worker. ConfigError for
+    ``rotate`` where the hidden size does not allow it. Processes are spawned: a script that calls this needs the
+    usual ``if __name__ == "__main__"``.
     """
     target = Path(target)
-    _refuse_existing(target)
-    checkpoint = open_checkpoint(source)
-    if checkpoint.layout is not Layout.OFFICIAL:
-        raise CheckpointError(f"{checkpoint.directory}: is already in the Ascend layout; give the official checkpoint")
-    files, tables = _weight_files(checkpoint, weights, shard_bytes), _table_files(checkpoint, weights)
-    total = sum(file.bytes for file in [*files, *(file for table in tables for file in table)])
+    if not partial_path(target).exists():
+        _refuse_existing(target)
+    checkpoint = open_source(source)
+    if rotate:
+        rotation.check(checkpoint.config)
+    plan = make_plan(checkpoint.config, weights, shard_bytes, rotate, step_bytes)
     parent = target.absolute().parent
     if not parent.is_dir():
         raise CheckpointError(f"{parent}: no such directory; create it first")
-    free = shutil.disk_usage(parent).free
-    if free < total:
-        raise CheckpointError(f"{parent}: {free >> 20} MiB free, the conversion needs {total >> 20} MiB")
-    side_files = _side_files(checkpoint.directory)
+    copied = side_files(checkpoint.directory)
+    identity = _identity(checkpoint, weights, shard_bytes, rotate, step_bytes)
+    reads = {step.number: {location.file for location in _locations(step, checkpoint).values()} for step in plan.steps}
     with partial_directory(target) as partial:
-        bar = tqdm(total=total, unit="B", unit_scale=True, desc="quantize", disable=not sys.stderr.isatty())
-        reader = _Source(checkpoint)
-        with bar:
-            for file in files:
-                _write_weights(file, weights, reader, partial, bar.update)
-            for table in tables:
-                _write_table(table, weights, reader, partial, bar.update)
-        for path in side_files:
-            shutil.copyfile(path, partial / path.name)
-        written = [*files, *(file for table in tables for file in table)]
-        _write_descriptions(checkpoint, written, weights, partial, total)
-        open_checkpoint(partial)
+        journal = Journal(partial / JOURNAL, identity, _fingerprints(checkpoint), reads, plan)
+        try:
+            if journal.finished and target.is_dir() and not (partial / CONTENTS).exists():
+                remove(partial)  # killed between the last two lines below
+                return target
+            _refuse_existing(target)
+            _check_room(partial, plan)
+            _write_weights(checkpoint, plan, partial / CONTENTS, weights, journal, workers, progress or on_terminal())
+            for path in write_small_files(partial / CONTENTS, copied, checkpoint.config, weights, rotate, plan):
+                sync(path)
+            open_checkpoint(partial / CONTENTS)
+            journal.finish()
+            publish(partial, target)
+            remove(partial)
+        except BaseException:
+            if not journal.done:
+                remove(partial)
+            raise
+        finally:
+            journal.close()
     return target
+
+
+def open_source(source: str | Path) -> Checkpoint:
+    """The official checkpoint, completely checked. Raises CheckpointError."""
+    checkpoint = open_checkpoint(source)
+    if checkpoint.layout is not Layout.OFFICIAL:
+        raise CheckpointError(f"{checkpoint.directory}: is already in the Ascend layout; give the official checkpoint")
+    return checkpoint
 
 
 def _refuse_existing(target: Path) -> None:
@@ -222,48 +99,113 @@ def _refuse_existing(target: Path) -> None:
         raise CheckpointError(f"{target}: exists already; remove it or name another directory")
 
 
-def _side_files(directory: Path) -> list[Path]:
-    """Tokenizer and other small files that belong to the checkpoint and are not rewritten."""
-    own = {"config.json", DESCRIPTION}
-    found = [
-        path
-        for path in sorted(directory.iterdir())
-        if path.is_file()
-        and path.suffix != ".safetensors"
-        and not path.name.endswith(".index.json")
-        and path.name not in own
-    ]
-    for path in found:
-        if not os.access(path, os.R_OK):
-            raise CheckpointError(f"{path}: cannot be read; change its permissions")
-    return found
-
-
-def _write_descriptions(
-    checkpoint: Checkpoint, files: list[_File], weights: Weights, partial: Path, total: int
-) -> None:
-    hidden = checkpoint.config["text_config"]["hidden_size"]
-    identity = partial / ROTATION
-    identity.parent.mkdir()
-    with SafetensorsWriter(identity, [Stored("global_rotation", "F32", (hidden, hidden))]) as writer:
-        writer.append("global_rotation", torch.eye(hidden, dtype=torch.float32))
-    kind = "W8A8_DYNAMIC" if weights is Weights.W8A8 else "FLOAT"
-    description = {
-        "version": "1.0.0",
-        "model_quant_type": kind,
-        "group_size": 0,
-        "metadata": {},
-        "optional": {"quarot": {"rotation_map": {"global_rotation": ROTATION}}},
-        **description_labels(checkpoint.config, weights),
+def _identity(
+    checkpoint: Checkpoint, weights: Weights, shard_bytes: int, rotate: bool, step_bytes: int
+) -> dict[str, Any]:
+    """What makes two conversions the same, but for the contents of the source's weight files."""
+    digest = hashlib.sha256()
+    for name in ("config.json", OFFICIAL_INDEX):
+        digest.update((checkpoint.directory / name).read_bytes())
+    return {
+        "source": str(checkpoint.directory.resolve()),
+        "config and index": digest.hexdigest()[:16],
+        "--weights": weights.value,
+        "--shard-size": shard_bytes,
+        "--rotate": "quarot" if rotate else "none",
+        "step size": step_bytes,
     }
-    _write_json(partial / DESCRIPTION, description)
-    weight_map = {stored.key: file.name for file in files for stored in file.tensors}
-    _write_json(partial / ASCEND_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    config = dict(checkpoint.config)
-    config["quantization_config"] = {"quant_method": "ascend", "model_quant_type": kind}
-    config["engram_rotation_config"] = ENGRAM_ROTATION
-    _write_json(partial / "config.json", config)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
+    result = {}
+    for file in sorted(set(checkpoint.files.values())):
+        status = (checkpoint.directory / file).stat()
+        result[file] = f"{status.st_size} bytes, modified {status.st_mtime_ns}"
+    return result
+
+
+def _locations(step: Step, checkpoint: Checkpoint) -> Mapping[str, Location]:
+    """Where the source tensors lie that a step needs."""
+    keys = {stored.key for piece in step.pieces for stored in piece.spec.official()}
+    keys |= {piece.rotation.norm for piece in step.pieces if piece.rotation is not None and piece.rotation.norm}
+    return {key: checkpoint.locations[key] for key in keys}
+
+
+def _check_room(partial: Path, plan: Plan) -> None:
+    present = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
+    free, needed = shutil.disk_usage(partial).free, plan.bytes - present
+    if free < needed:
+        raise CheckpointError(
+            f"{partial.parent}: {free >> 20} MiB free, the conversion needs {needed >> 20} MiB"
+            + (" more" if present else "")
+        )
+
+
+def _make_files(plan: Plan, contents: Path, journal: Journal) -> None:
+    """Files of their final size, with header and without data. One that is not as it should be is made again."""
+    contents.mkdir(exist_ok=True)
+    steps: dict[str, set[int]] = {}
+    for step in plan.steps:
+        for name in step.files:
+            steps.setdefault(name, set()).add(step.number)
+    for file in plan.files:
+        path = contents / file.name
+        begin, _, size = file.header()
+        if path.is_file() and path.stat().st_size == size:
+            with path.open("rb") as present:
+                if present.read(len(begin)) == begin:
+                    continue
+        journal.done -= steps[file.name]
+        try:
+            with path.open("wb") as new:
+                new.write(begin)
+                new.truncate(size)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be made with {size} bytes ({error.strerror})") from error
+
+
+def _write_weights(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    contents: Path,
+    weights: Weights,
+    journal: Journal,
+    workers: int | None,
+    progress: Progress,
+) -> None:
+    _make_files(plan, contents, journal)
+    steps = [step for step in plan.steps if step.number not in journal.done]
+    workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(steps)))
+    if not native.available:
+        log.warning(
+            "the compiled kernels are missing, the conversion runs the reference, about forty times slower; "
+            "install gcc and install this package again"
+        )
+    open_steps = Counter(file for step in steps for file in step.files)
+    jobs: Iterator[Job] = ((step, _locations(step, checkpoint)) for step in steps)
+    syncing: dict[str, Future[None]] = {}
+    progress.begin(plan.bytes, plan.bytes - sum(step.bytes for step in steps))
+    try:
+        with ThreadPoolExecutor(1) as syncer:  # the disk is forced in the background, one file at a time
+            for step in run_steps(jobs, workers, checkpoint.directory, contents, weights):
+                journal.add(step.number)
+                progress.advance(step.bytes, step.pieces[-1].spec.name)
+                open_steps.subtract(step.files)
+                for file in step.files:
+                    if not open_steps[file]:
+                        syncing[file] = syncer.submit(sync, contents / file)
+                _note_synced(syncing, journal, wait=False)
+            _note_synced(syncing, journal, wait=True)
+    finally:
+        progress.end()
+
+
+def _note_synced(syncing: dict[str, Future[None]], journal: Journal, wait: bool) -> None:
+    for file, future in list(syncing.items()):
+        if wait or future.done():
+            try:
+                future.result()
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be written to the disk ({error.strerror})") from error
+            journal.synced(file)
+            del syncing[file]

@@ -1,4 +1,4 @@
-"""An output directory that appears under its name only when it is complete."""
+"""A directory that appears under its name only when it is complete, and can be gone on with until then."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from pathlib import Path
 
 from .checkpoint import CheckpointError
 
-LOCK = "lock"  # inside the partial directory: tells a running conversion from a killed one's remains
+LOCK = "lock"  # tells a running conversion from a killed one's remains
+JOURNAL = "journal"
+CONTENTS = "checkpoint"  # what becomes the target
+
+
+def partial_path(target: Path) -> Path:
+    """The hidden directory beside ``target`` that holds the lock, the journal and the contents so far."""
+    return target.with_name(f".{target.name}.dsv41-partial")
 
 
 @contextmanager
 def partial_directory(target: Path) -> Iterator[Path]:
-    """A hidden directory beside ``target`` that becomes it when the block ends well, and disappears when not.
+    """``partial_path(target)``, locked for this process. Raises CheckpointError.
 
-    What a killed conversion left is cleared; a directory of that name which is not such a remainder is
-    refused, as is one that another process is writing. Raises CheckpointError.
+    A directory of that name that no conversion made is refused, as is one that another process is writing.
     """
-    partial = target.with_name(f".{target.name}.dsv41-partial")
+    partial = partial_path(target)
     try:
         partial.mkdir(exist_ok=True)
     except OSError as error:
@@ -30,23 +36,46 @@ def partial_directory(target: Path) -> Iterator[Path]:
     lock = partial / LOCK
     if not lock.exists() and any(partial.iterdir()):
         raise CheckpointError(f"{partial}: is no remainder of a conversion; move it away")
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"{lock}: cannot be made ({error.strerror})") from error
     try:
         _take(descriptor, lock, target)
-        for path in partial.iterdir():  # of a killed conversion
-            if path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        try:
-            yield partial
-            if target.exists() or target.is_symlink():
-                raise CheckpointError(f"{target}: was made by somebody else meanwhile; it is left alone")
-            lock.unlink()
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        yield partial
     finally:
         os.close(descriptor)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give the contents their final name, durably. Raises CheckpointError when something has that name."""
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target}: was made by somebody else meanwhile; it is left alone")
+    for directory in [path for path in (partial / CONTENTS).rglob("*") if path.is_dir()]:
+        sync(directory)
+    sync(partial / CONTENTS)
+    (partial / CONTENTS).rename(target)
+    sync(target.absolute().parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk, and let its pages leave the cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if path.is_file():
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def remove(partial: Path) -> None:
+    """Clear everything away, the lock last: until then nobody else begins."""
+    for path in partial.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (partial / LOCK).unlink()
+    partial.rmdir()
 
 
 def _take(descriptor: int, lock: Path, target: Path) -> None:

@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes the virtual environment and installs this package into it.
-# Nothing is done again while the lock files and pyproject.toml stay the same.
+# Nothing is done again while the lock files, pyproject.toml and the C sources stay the same.
 #
 #   DSV41_VENV    where the environment lies (default: .venv in the repository)
 #   PYTHON        interpreter that makes it (default: python3.11, else python3)
@@ -22,7 +22,7 @@ environment() {
     exec 9>"$venv.lock" || fail "cannot write $venv.lock"
     flock --nonblock 9 || { echo "environment: waiting for another script that uses $venv"; flock 9; }
     local wanted
-    wanted=$(echo "$root"; cat "${locks[@]}" "$root/pyproject.toml" | sha256sum)
+    wanted=$(echo "$root"; cat "${locks[@]}" "$root/pyproject.toml" "$root"/native/*.[ch] | sha256sum)
     if [[ -x $venv/bin/python && $(cat "$venv/.dsv41-installed" 2>/dev/null) == "$wanted" ]]; then
         echo "environment: $venv is up to date"
     else

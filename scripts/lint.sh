@@ -17,8 +17,8 @@ copy=$copy/installed
 cd "$copy"
 echo "lint: mypy"
 "$venv/bin/mypy" --config-file "$root/pyproject.toml" -p vllm_ascend_dsv41
-echo "lint: mypy --strict on ops, quant, layer_plan, reference"
-"$venv/bin/mypy" --config-file "$root/pyproject.toml" --strict -p vllm_ascend_dsv41.ops -p vllm_ascend_dsv41.quant \
-    -p vllm_ascend_dsv41.reference -m vllm_ascend_dsv41.layer_plan
+echo "lint: mypy --strict on native, ops, quant, layer_plan, reference, verify"
+"$venv/bin/mypy" --config-file "$root/pyproject.toml" --strict -p vllm_ascend_dsv41.native \
+    -p vllm_ascend_dsv41.ops -p vllm_ascend_dsv41.quant -p vllm_ascend_dsv41.reference -p vllm_ascend_dsv41.verify -m vllm_ascend_dsv41.layer_plan
 echo "lint: import-linter"
 PYTHONPATH=$copy "$venv/bin/lint-imports" --no-cache "$root/pyproject.toml"

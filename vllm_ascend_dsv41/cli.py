@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import threading
@@ -24,12 +25,64 @@ def _size(text: str) -> int:
     return value
 
 
-def _quantize(args: argparse.Namespace) -> int:
-    from .quant import Weights, convert
+def _count(text: str) -> int:
+    """A positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
-    target = convert(args.source, args.target, Weights(args.weights), args.shard_size)
-    print(f"{target}: {args.weights} conversion of {args.source}, complete")
+
+def _sample(text: str) -> int | None:
+    """A positive number, or ``all``."""
+    return None if text == "all" else _count(text)
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    from .quant import CheckpointError, Weights, convert
+    from .quant.dry_run import dry_run, print_report
+    from .quant.partial import partial_path
+    from .quant.progress import Events
+
+    weights, options = Weights(args.weights), {"rotate": args.rotate == "quarot", "workers": args.workers}
+    if not args.dry_run:
+        progress = Events() if args.json else None
+        try:
+            target = convert(args.source, args.target, weights, args.shard_size, progress=progress, **options)
+        except KeyboardInterrupt:
+            if (partial := partial_path(args.target)).exists():
+                print(f"dsv41: {partial} keeps what is done: the same command goes on", file=sys.stderr)
+            raise
+        if args.json:
+            print(json.dumps({"event": "complete", "target": str(target)}))
+        else:
+            print(f"{target}: {args.weights} conversion of {args.source}, complete")
+        return 0
+    report = dry_run(args.source, args.target, weights, args.shard_size, **options)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print_report(report, args.list)
+    free, needed = report["room"]["free"], report["room"]["needed"]
+    if free is None:
+        raise CheckpointError(f"{args.target.absolute().parent}: no such directory; create it first")
+    if free < needed:
+        raise CheckpointError(f"{args.target}: {free >> 20} MiB free, the conversion needs {needed >> 20} MiB")
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .verify import manifest, verify
+
+    quiet = args.json or not sys.stderr.isatty()
+    report = verify(args.checkpoint, args.against, args.sample, check_manifest=args.check_manifest, quiet=quiet)
+    if args.write_manifest is not None and report.holds:
+        count = manifest.write(args.checkpoint, args.write_manifest, quiet)
+        report.add("manifest", [], f"{args.write_manifest}: {count} files")
+    if args.json:
+        print(json.dumps(report.as_json()))
+    else:
+        report.print()
+    return 0 if report.holds else 1
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -60,7 +113,34 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--shard-size", type=_size, default="4GiB", metavar="SIZE", help="largest weight file (default: %(default)s)"
     )
+    quantize.add_argument(
+        "--rotate",
+        choices=["none", "quarot"],
+        default="none",
+        help="quarot: turn the streams by a block-32 Hadamard matrix, which spreads outliers (default: %(default)s)",
+    )
+    quantize.add_argument("--workers", type=_count, metavar="N", help="processes (default: one per usable core)")
+    quantize.add_argument(
+        "--dry-run", action="store_true", help="print what would be written, and about how long it takes"
+    )
+    quantize.add_argument("--list", action="store_true", help="with --dry-run: every tensor, with its label")
+    quantize.add_argument("--json", action="store_true", help="events, or the plan, as JSON on standard output")
     quantize.set_defaults(run=_quantize)
+
+    verify = commands.add_parser("verify", help="check a checkpoint: structure, constants, numbers, rotation, config")
+    verify.add_argument("checkpoint", type=Path, metavar="CKPT", help="directory of either layout")
+    verify.add_argument("--against", type=Path, metavar="SRC", help="official checkpoint that it was converted from")
+    verify.add_argument(
+        "--sample",
+        type=_sample,
+        default=2,
+        metavar="N",
+        help="blocks of 32 rows compared per tensor, or all (default: 2)",
+    )
+    verify.add_argument("--write-manifest", type=Path, metavar="FILE", help="write the SHA-256 of every file")
+    verify.add_argument("--check-manifest", type=Path, metavar="FILE", help="compare every file with such a manifest")
+    verify.add_argument("--json", action="store_true", help="the whole report as JSON on standard output")
+    verify.set_defaults(run=_verify)
 
     serve = commands.add_parser(
         "serve",

@@ -51,7 +51,7 @@ def test_fp8_tiles_and_rows():
 def test_channels():
     weight = torch.tensor([[127.0, -63.5, 1.0], [0.0, 0.0, 0.0], [-1e-30, 0.0, 5e-31]])
     codes, scale = quantize_channels(weight)
-    assert codes.tolist() == [[127, -64, 1], [0, 0, 0], [-127, 0, 64]]
+    assert codes.tolist() == [[127, -64, 1], [0, 0, 0], [-127, 0, 63]]  # 1e-30 / 127 is not a BF16 number
     assert scale.dtype is torch.float32
     assert scale[1].item() == 0
 

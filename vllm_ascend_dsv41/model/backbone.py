@@ -13,6 +13,8 @@ from ..engram import NgramHash
 from ..layer_plan import ModelPlan
 from ..ops import hc_collapse
 from ..quant import Checkpoint, Weights, open_checkpoint
+from ..quant.rotation import FILE as ROTATION_FILE
+from ..quant.rotation import read_block
 from ..upstream import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding, get_forward_context
 from .compressor import Compressor
 from .engram import Engram
@@ -52,12 +54,14 @@ class Backbone(nn.Module):
             self.hash = NgramHash(text, _FastTokenizer(str(checkpoint.directory / "tokenizer.json")))
         sources: dict[int, Compressor] = {}
         int8 = checkpoint.weights is Weights.W8A8
+        block = read_block(checkpoint.directory / ROTATION_FILE, config.hidden_size)
+        rotation = None if block is None else torch.from_numpy(block).to(self.embed_tokens.weight.device)
         layers = []
         for layer in plan.trunk:
             name, engram = f"{prefix}.layers.{layer.index}", None
             if layer.engram is not None and self.hash is not None:
                 primes = self.hash.primes[layer.engram]
-                engram = Engram(config, layer.engram, primes, int8, dtype, quant_config, f"{name}.engram")
+                engram = Engram(config, layer.engram, primes, int8, rotation, dtype, quant_config, f"{name}.engram")
             layers.append(Layer(config, layer, sources, engram, dtype, quant_config, name))
         self.layers = nn.ModuleList(layers)
         self.window_prefix = layers[0].attn.window.prefix

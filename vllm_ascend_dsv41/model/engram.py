@@ -23,8 +23,10 @@ class Engram(nn.Module):
     """Each rank owns whole hash columns of the table; their rows are gathered before the projection.
 
     ``primes``: bucket counts of this layer's hash functions; ``int8``: format of the checkpoint's
-    table. Source: spec section 3.9.
+    table; ``rotation``: block of the checkpoint's rotation [32, 32], None when it has none. Source: spec section 3.9.
     """
+
+    rotation: Tensor | None
 
     def __init__(
         self,
@@ -32,11 +34,13 @@ class Engram(nn.Module):
         index: int,
         primes: Tensor,
         int8: bool,
+        rotation: Tensor | None,
         dtype: torch.dtype,
         quant_config: Any,
         prefix: str,
     ) -> None:
         super().__init__()
+        self.register_buffer("rotation", rotation, persistent=False)
         self.index, self.dtype, self.eps = index, dtype, config.rms_norm_eps
         self.ranks = get_tensor_model_parallel_world_size()
         dim, hc = config.engram_head_dim, config.hc_mult
@@ -65,4 +69,4 @@ class Engram(nn.Module):
             if self.ranks > 1:
                 values = tensor_model_parallel_all_gather(values.contiguous(), dim=1)
         kv = self.wkv(values.flatten(1))
-        return engram_inject(streams, kv, self.q_weight * self.k_weight, step.dead, self.eps)
+        return engram_inject(streams, kv, self.q_weight * self.k_weight, step.dead, self.eps, self.rotation)

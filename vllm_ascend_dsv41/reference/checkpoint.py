@@ -85,6 +85,15 @@ class Checkpoint:
             return Linear(weight.float() * scale, "int8", weight.double(), scale)
         return Linear(weight.float(), "float")
 
+    def rotation(self) -> Tensor | None:
+        """R [D, D] of a rotated conversion (section 5.6): its streams are x R. None for the official layout."""
+        path = self.directory / "optional" / "quarot.safetensors"
+        if not path.is_file():
+            return None
+        with safe_open(path, framework="pt") as file:
+            matrix: Tensor = file.get_tensor("global_rotation")
+        return matrix
+
     def table_rows(self, prefix: str, ids: Tensor) -> Tensor:
         """Rows ``ids`` [n] of an Engram table -> [n, dim] float32. Reads only what the ids span."""
         name = f"{prefix}.weight"

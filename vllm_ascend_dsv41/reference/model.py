@@ -412,13 +412,16 @@ class Engram:
         self.constants = engram.hash_constants(config)[layer]
         self.wkv = checkpoint.linear(f"{self.prefix}.wkv")
         self.q_weight, self.k_weight = (checkpoint.vector(f"{self.prefix}.{n}_weight") for n in "qk")
+        self.rotation = checkpoint.rotation()
 
     def inject(self, streams: Tensor, rows: Tensor, image: Tensor) -> Tensor:
         """streams [L, hc, D], rows [L, columns] table rows, image [L] bool -> streams."""
         values = self.checkpoint.table_rows(f"{self.prefix}.embed", rows.flatten()).to(self.arithmetic.dtype)
         kv = self.arithmetic.linear(values.view(len(rows), -1), self.wkv).unflatten(-1, (-1, streams.shape[-1]))
         key, value = kv[:, :-1], kv[:, -1]
-        gate = engram.gate(streams, key, self.q_weight, self.k_weight, self.config.rms_norm_eps)
+        # keys are not rotated, so the streams they are compared with must not be either
+        query = streams if self.rotation is None else streams.float() @ self.rotation.T
+        gate = engram.gate(query, key, self.q_weight, self.k_weight, self.config.rms_norm_eps)
         gate = gate.masked_fill(image[:, None], 0.0)
         added: Tensor = streams.float() + gate[..., None] * value.float()[:, None]
         return added.to(streams.dtype)
@@ -509,6 +512,12 @@ class Model:
             for i in range(c.num_nextn_predict_layers)
         ]
         self.vision = Vision(checkpoint, c, dtype)
+        # 5.6: the draft works in the original basis; a rotated conversion has unrotated copies for it
+        copies = ("mtp.0.embed.weight", f"mtp.{c.num_nextn_predict_layers - 1}.head.weight")
+        self.draft_embed, self.draft_head = (
+            checkpoint.vector(name) if name in checkpoint else shared
+            for name, shared in zip(copies, (self.embed, self.head), strict=True)
+        )
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """[L] -> [L, D]."""
@@ -568,7 +577,7 @@ class Model:
         context = len(state.draft_window[0])
         image = torch.zeros(size, dtype=torch.bool)
         step = Step(torch.arange(context, context + size), state, ignore, image)
-        streams, pre = self._spread(self.embed_tokens(tokens))
+        streams, pre = self._spread(self.draft_embed[tokens].to(self.dtype))
         for stage, block in enumerate(self.stages):
             attn, window = block.attn, state.draft_window[stage][-c.sliding_window :]
 
@@ -582,7 +591,7 @@ class Model:
             streams, pre = block(streams, pre, step, attention)
         hidden = collapse(streams, pre)
         normed = rms_norm(hidden, self.checkpoint.vector(f"{last}.norm.weight"), c.rms_norm_eps)
-        logits = normed.float() @ self.head.T
+        logits = normed.float() @ self.draft_head.T
         markov_embed = self.checkpoint.vector(f"{last}.markov_head.embed.weight")
         markov_head = self.checkpoint.vector(f"{last}.markov_head.head.weight")
         confidence_proj = self.checkpoint.vector(f"{last}.confidence_head.proj.weight")

@@ -1,0 +1,161 @@
+"""Conversions between number formats, compiled: a C library without Python or torch headers, called on numpy arrays.
+
+Every function returns -1, or the index (row-major, of the beginning of its tile or group) of the first value that is
+not finite; what the outputs hold then is undefined. Arrays are C-contiguous and are not checked beyond dtype and shape.
+The clear definition of each function is the one of the same name in ``quant/reference.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Codes = NDArray[np.int8]
+
+GROUP = 32
+
+
+class NativeMissingError(ImportError):
+    """The library was not built when the package was installed."""
+
+
+def _load() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec(f"{__name__}._kernels")
+    return ctypes.CDLL(spec.origin) if spec is not None and spec.origin else None
+
+
+_library = _load()
+available = _library is not None
+
+
+def _call(function: str, *arguments: Any) -> int:
+    if _library is None:
+        raise NativeMissingError(
+            "the compiled kernels are missing: no C compiler was found when this package was installed; install gcc "
+            "and install the package again"
+        )
+    entry = getattr(_library, f"dsv41_{function}")
+    entry.restype = ctypes.c_int64
+    converted: list[Any] = []
+    for value in arguments:
+        if isinstance(value, np.ndarray):
+            if not value.flags.c_contiguous:
+                raise ValueError(f"{function}: an array of shape {value.shape} is not contiguous")
+            converted.append(ctypes.c_void_p(value.ctypes.data))
+        else:
+            converted.append(ctypes.c_int64(value))
+    return int(entry(*converted))
+
+
+def _expect(function: str, **arrays: tuple[NDArray[Any], type, tuple[int, ...]]) -> None:
+    for name, (array, dtype, shape) in arrays.items():
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError(
+                f"{function}: {name} is {array.dtype} {list(array.shape)}, expected {np.dtype(dtype)} {list(shape)}"
+            )
+
+
+def plain_only(on: bool) -> None:
+    """Use the versions without AVX2, for tests."""
+    _call("plain_only", int(on))
+
+
+def int8_from_mxfp4(packed: Bytes, exponents: Bytes, codes: Codes, scales: Floats) -> int:
+    """packed [rows, columns / 2], two FP4 codes a byte, exponents [rows, columns / 32] E8M0 -> codes
+    [rows, columns], scales [rows]: the smallest BF16 number not below absmax / 127."""
+    rows, columns = codes.shape
+    _expect(
+        "int8_from_mxfp4",
+        packed=(packed, np.uint8, (rows, columns // 2)),
+        exponents=(exponents, np.uint8, (rows, columns // GROUP)),
+        codes=(codes, np.int8, (rows, columns // GROUP * GROUP)),
+        scales=(scales, np.float32, (rows,)),
+    )
+    return _call("int8_from_mxfp4", packed, exponents, rows, columns, codes, scales)
+
+
+def int8_from_fp8_tiles(weight: Bytes, exponents: Bytes, codes: Codes, scales: Floats) -> int:
+    """weight [rows, columns] E4M3, exponents [ceil(rows / 32), ceil(columns / 32)] -> as ``int8_from_mxfp4``."""
+    rows, columns = codes.shape
+    _expect(
+        "int8_from_fp8_tiles",
+        weight=(weight, np.uint8, (rows, columns)),
+        exponents=(exponents, np.uint8, (-(-rows // GROUP), -(-columns // GROUP))),
+        codes=(codes, np.int8, (rows, columns)),
+        scales=(scales, np.float32, (rows,)),
+    )
+    return _call("int8_from_fp8_tiles", weight, exponents, rows, columns, codes, scales)
+
+
+def engram_int8_from_fp8(weight: Bytes, exponents: Bytes, codes: Codes, scales: Floats) -> int:
+    """weight [rows, dim] E4M3, exponents [rows, dim / 32] -> codes [rows, dim], scales [rows, dim / 32],
+    powers of two."""
+    rows, dim = codes.shape
+    _expect(
+        "engram_int8_from_fp8",
+        weight=(weight, np.uint8, (rows, dim)),
+        exponents=(exponents, np.uint8, (rows, dim // GROUP)),
+        codes=(codes, np.int8, (rows, dim // GROUP * GROUP)),
+        scales=(scales, np.float32, (rows, dim // GROUP)),
+    )
+    return _call("engram_int8_from_fp8", weight, exponents, rows * dim // GROUP, codes, scales)
+
+
+def float_from_mxfp4(packed: Bytes, exponents: Bytes, values: Floats) -> int:
+    """packed, exponents as in ``int8_from_mxfp4`` -> values [rows, columns]."""
+    rows, columns = values.shape
+    _expect(
+        "float_from_mxfp4",
+        packed=(packed, np.uint8, (rows, columns // 2)),
+        exponents=(exponents, np.uint8, (rows, columns // GROUP)),
+        values=(values, np.float32, (rows, columns // GROUP * GROUP)),
+    )
+    return _call("float_from_mxfp4", packed, exponents, rows, columns, values)
+
+
+def float_from_fp8(weight: Bytes, exponents: Bytes, tile_rows: int, values: Floats) -> int:
+    """weight [rows, columns] E4M3, exponents [ceil(rows / tile_rows), ceil(columns / 32)] -> values [rows, columns]."""
+    rows, columns = values.shape
+    _expect(
+        "float_from_fp8",
+        weight=(weight, np.uint8, (rows, columns)),
+        exponents=(exponents, np.uint8, (-(-rows // tile_rows), -(-columns // GROUP))),
+        values=(values, np.float32, (rows, columns)),
+    )
+    return _call("float_from_fp8", weight, exponents, rows, columns, tile_rows, values)
+
+
+def int8_from_float(values: Floats, codes: Codes, scales: Floats) -> int:
+    """values [rows, columns] -> as ``int8_from_mxfp4``."""
+    rows, columns = codes.shape
+    _expect(
+        "int8_from_float",
+        values=(values, np.float32, (rows, columns)),
+        codes=(codes, np.int8, (rows, columns)),
+        scales=(scales, np.float32, (rows,)),
+    )
+    return _call("int8_from_float", values, rows, columns, codes, scales)
+
+
+def hadamard(values: Floats) -> int:
+    """Multiply each 32 values [rows, columns] of a row by the orthonormal Hadamard matrix of order 32, in place."""
+    _expect("hadamard", values=(values, np.float32, (len(values), values.shape[1] // GROUP * GROUP)))
+    return _call("hadamard", values, values.size // GROUP)
+
+
+def bf16_from_float(values: Floats, out: NDArray[np.uint16]) -> int:
+    """values -> bits of the nearest BF16 numbers, ties to even; the same shape."""
+    _expect("bf16_from_float", values=(values, np.float32, out.shape), out=(out, np.uint16, values.shape))
+    return _call("bf16_from_float", values, values.size, out)
+
+
+def float_from_bf16(values: NDArray[np.uint16], out: Floats) -> int:
+    """Bits of BF16 numbers -> their values; the same shape."""
+    _expect("float_from_bf16", values=(values, np.uint16, out.shape), out=(out, np.float32, values.shape))
+    return _call("float_from_bf16", values, values.size, out)

@@ -1,0 +1,177 @@
+"""The compiled kernels against the clear reference: bit-identical on any input, and refusing the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_dsv41 import native
+from vllm_ascend_dsv41.quant import reference, rotation
+
+EXPONENTS = st.one_of(st.integers(100, 150), st.sampled_from([0, 1, 2, 23, 127, 252, 253, 254]), st.integers(0, 255))
+KERNELS = [reference, native]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["widest", "plain"])
+def version(request):
+    """Every test runs with the version that this processor gets, and with the one for any processor."""
+    assert native.available, "the kernels were not built: is gcc there?"
+    native.plain_only(request.param == "plain")
+    yield
+    native.plain_only(False)
+
+
+def case(draw: Any, shape: tuple[int, int], tiles: tuple[int, int], finite: bool) -> tuple[Any, Any]:
+    """Random bytes and scales: few distinct scales, as in a checkpoint, or any."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    weight = random.integers(0, 256, shape, dtype=np.uint8)
+    if draw(st.booleans()):
+        weight[random.random(shape) < 0.9] = draw(st.sampled_from([0, 0x80, 1, 0x88]))
+    pool = draw(st.lists(EXPONENTS, min_size=1, max_size=6))
+    exponents = random.choice(np.array(pool, dtype=np.uint8), tiles)
+    return weight, exponents
+
+
+def outputs(*shapes: tuple[tuple[int, ...], type]) -> list[list[Any]]:
+    return [[np.full(shape, 77, dtype) for shape, dtype in shapes] for _ in KERNELS]
+
+
+def agree(function: str, arguments: tuple[Any, ...], results: list[list[Any]]) -> int:
+    """Run both; the results are equal bit by bit, or the same place is refused. Returns the place, or -1."""
+    places = [getattr(module, function)(*arguments, *result) for module, result in zip(KERNELS, results, strict=True)]
+    assert places[0] == places[1]
+    if places[0] < 0:
+        for expected, found in zip(*results, strict=True):
+            assert expected.tobytes() == found.tobytes()
+    return places[0]
+
+
+@given(st.data(), st.integers(1, 9), st.integers(1, 6))
+@settings(max_examples=150, deadline=None)
+def test_mxfp4(version, data, rows, groups):
+    columns = groups * 32
+    weight, exponents = case(data.draw, (rows, columns // 2), (rows, groups), False)
+    agree("int8_from_mxfp4", (weight, exponents), outputs(((rows, columns), np.int8), ((rows,), np.float32)))
+    agree("float_from_mxfp4", (weight, exponents), outputs(((rows, columns), np.float32)))
+
+
+@given(st.data(), st.integers(1, 70), st.integers(1, 100))
+@settings(max_examples=150, deadline=None)
+def test_fp8_tiles(version, data, rows, columns):
+    weight, exponents = case(data.draw, (rows, columns), (-(-rows // 32), -(-columns // 32)), False)
+    if data.draw(st.booleans()):
+        weight[(weight & 0x7F) == 0x7F] = 0x7E
+    agree("int8_from_fp8_tiles", (weight, exponents), outputs(((rows, columns), np.int8), ((rows,), np.float32)))
+    agree("float_from_fp8", (weight, exponents, 32), outputs(((rows, columns), np.float32)))
+
+
+@given(st.data(), st.integers(1, 20), st.integers(1, 8))
+@settings(max_examples=150, deadline=None)
+def test_engram_rows(version, data, rows, groups):
+    dim = groups * 32
+    weight, exponents = case(data.draw, (rows, dim), (rows, groups), False)
+    if data.draw(st.booleans()):
+        weight[(weight & 0x7F) == 0x7F] = 0x7E
+    agree("engram_int8_from_fp8", (weight, exponents), outputs(((rows, dim), np.int8), ((rows, groups), np.float32)))
+    agree("float_from_fp8", (weight, exponents, 1), outputs(((rows, dim), np.float32)))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 70), st.sampled_from([0, 1, 2]))
+@settings(max_examples=150, deadline=None)
+def test_float(version, seed, rows, columns, kind):
+    random = np.random.default_rng(seed)
+    values = random.standard_normal((rows, columns)).astype(np.float32)
+    if kind == 1:  # any bits: infinities, NaN, subnormals
+        values = random.integers(0, 2**32, (rows, columns), dtype=np.uint32).view(np.float32)
+    if kind == 2:  # subnormals and zeros
+        values = random.integers(0, 2 ** random.integers(1, 24), (rows, columns), dtype=np.uint32).view(np.float32)
+        values[:, ::2] *= 0
+    agree("int8_from_float", (values,), outputs(((rows, columns), np.int8), ((rows,), np.float32)))
+    agree("bf16_from_float", (values,), outputs(((rows, columns), np.uint16)))
+    bits = values.view(np.uint32).astype(np.uint16)
+    agree("float_from_bf16", (bits,), outputs(((rows, columns), np.float32)))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 6))
+@settings(max_examples=50, deadline=None)
+def test_hadamard(version, seed, rows, groups):
+    values = np.random.default_rng(seed).standard_normal((rows, groups * 32)).astype(np.float32)
+    clear, compiled = values.copy(), values.copy()
+    reference.hadamard(clear)
+    native.hadamard(compiled)
+    assert clear.tobytes() == compiled.tobytes()
+    turned = values.reshape(-1, 32).astype(np.float64) @ rotation.block()
+    assert np.allclose(turned, compiled.reshape(-1, 32), atol=1e-5)
+
+
+def test_every_e4m3_byte_under_every_exponent(version):
+    """Each finite byte as the largest of a group, under each scale that keeps all of them in range."""
+    byte = np.arange(256, dtype=np.uint8)
+    byte[(byte & 0x7F) == 0x7F] ^= 1
+    exponent = np.arange(247, dtype=np.uint8)  # 448 * 2 ** (247 - 127) passes float32
+    group = np.random.default_rng(0).integers(0, 128, (247, 256, 32), dtype=np.uint8) % (byte[:, None] % 128 + 1)
+    group[..., 5] = byte
+    rows, scales = group.reshape(-1, 32), exponent.repeat(256)[:, None]
+    shapes = (((len(rows), 32), np.int8), ((len(rows), 1), np.float32))
+    assert agree("engram_int8_from_fp8", (rows, scales), outputs(*shapes)) == -1
+    tiles = group.reshape(247 * 32, 8 * 32)  # 32 rows by 8 tiles share a scale
+    shapes = ((tiles.shape, np.int8), ((len(tiles),), np.float32))
+    assert agree("int8_from_fp8_tiles", (tiles, exponent[:, None].repeat(8, 1)), outputs(*shapes)) == -1
+
+
+@pytest.mark.parametrize("exponent", [*range(246, 256)])
+def test_out_of_range(version, exponent):
+    """Scales whose products may pass float32, and the NaN scale, which zeros do not hide."""
+    scale = np.full((1, 1), exponent, np.uint8)
+    refused = 0
+    for byte in range(128):
+        group = np.zeros((1, 32), np.uint8)
+        group[0, 7] = byte
+        place = agree("engram_int8_from_fp8", (group, scale), outputs(((1, 32), np.int8), ((1, 1), np.float32)))
+        assert agree("int8_from_fp8_tiles", (group, scale), outputs(((1, 32), np.int8), ((1,), np.float32))) == place
+        refused += place == 0
+        agree("int8_from_mxfp4", (group[:, :16], scale), outputs(((1, 32), np.int8), ((1,), np.float32)))
+    assert refused == (
+        128 if exponent == 255 else 1 + sum(e4m3(b) * 2.0 ** (exponent - 127) >= 2**128 for b in range(127))
+    )
+
+
+def e4m3(byte: int) -> float:
+    exponent, mantissa = byte >> 3, byte & 7
+    return (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa * 2.0**-9
+
+
+def test_the_place_of_the_first_bad_value(version):
+    weight, exponents = np.zeros((70, 96), np.uint8), np.full((3, 3), 127, np.uint8)
+    weight[65, 40] = 0xFF
+    shapes = ((weight.shape, np.int8), ((70,), np.float32))
+    assert agree("int8_from_fp8_tiles", (weight, exponents), outputs(*shapes)) == 65 * 96 + 32
+    exponents[1, 2] = 255
+    assert agree("int8_from_fp8_tiles", (weight, exponents), outputs(*shapes)) == 32 * 96 + 64
+
+
+def test_wrong_shapes_are_refused():
+    weight, exponents = np.zeros((4, 32), np.uint8), np.zeros((4, 2), np.uint8)
+    codes, scales = np.zeros((4, 64), np.int8), np.zeros(4, np.float32)
+    assert native.int8_from_mxfp4(weight, exponents, codes, scales) == -1
+    with pytest.raises(ValueError, match=r"exponents is uint8 \[4, 1\], expected uint8 \[4, 2\]"):
+        native.int8_from_mxfp4(weight, exponents[:, :1], codes, scales)
+    with pytest.raises(ValueError, match="not contiguous"):
+        native.int8_from_mxfp4(np.zeros((4, 64), np.uint8)[:, ::2], exponents, codes, scales)
+
+
+def test_scales_survive_bf16(version):
+    random = np.random.default_rng(0)
+    values = random.standard_normal((500, 64)).astype(np.float32) * 2.0 ** random.integers(-60, 60, (500, 1))
+    values = values.astype(np.float32)
+    codes, scales = np.empty((500, 64), np.int8), np.empty(500, np.float32)
+    assert native.int8_from_float(values, codes, scales) == -1
+    assert not (scales.view(np.uint32) & 0xFFFF).any()  # a BF16 number
+    absmax = np.abs(values).max(1).astype(np.float64)
+    assert (scales * 127.0 >= absmax).all()
+    below = (scales.view(np.uint32) - 0x10000).view(np.float32).astype(np.float64)  # the BF16 number before it
+    assert (below * 127 < absmax).all()

@@ -48,13 +48,14 @@ def official(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory, official: Callable[[str], Path]) -> Callable[[str, str], Path]:
-    """Directory of a preset's conversion to ``w8a8`` or ``bf16``."""
+    """Directory of a preset's conversion to ``w8a8`` or ``bf16``; ``w8a8-quarot`` and ``bf16-quarot``: rotated."""
     root, made = tmp_path_factory.mktemp("converted"), {}
 
     def make(preset: str, weights: str) -> Path:
         key = f"{preset}-{weights}"
         if key not in made:
-            made[key] = convert(official(preset), root / key, Weights(weights))
+            kind, _, rotation = weights.partition("-")
+            made[key] = convert(official(preset), root / key, Weights(kind), rotate=rotation == "quarot")
         return made[key]
 
     return make

@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from ..quant import Checkpoint, Kind, TensorSpec, Weights
+from ..quant.checkpoint import expected_tensors
 from ..quant.inventory import GROUP, draft_copies
 from ..quant.plan import matrix_shape
 from ..quant.rotation import FILE as ROTATION_FILE
 from ..quant.rotation import Rotation, read_block, rotation_of
+from ..quant.work import Source
 from ..reference.numerics import decode_e2m1, decode_e8m0, spread
 from .report import Report, TensorError
 
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 BLOCK_ROWS = 32  # whole tiles of scales
 FULL_BLOCK = 1 << 22  # elements at a time when everything is compared
 BF16_STEP = 2.0**-8  # one step of BF16 at most, relative to the value
 
 
 class Reader:
-    """Rows of tensors, by key."""
+    """Rows of tensors, by key.
+
+    Read, not mapped: safetensors maps a file writable for PyTorch, which Linux refuses for an Engram table (98 GB) on a
+    host with less memory than that.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._open: dict[str, Any] = {}
+        self._source = Source(checkpoint.directory)
+        self._locations = checkpoint.locations
+        stored = expected_tensors(checkpoint.config, checkpoint.layout, checkpoint.weights)
+        self._forms = {key: (DTYPES[item.dtype], matrix_shape(item.shape)) for key, item in stored.items()}
 
     def rows(self, key: str, begin: int, end: int) -> Tensor:
         """Rows as stored; a vector is one row."""
-        file = self.checkpoint.files[key]
-        if file not in self._open:
-            self._open[file] = safe_open(self.checkpoint.directory / file, framework="pt")
-        view = self._open[file].get_slice(key)
-        rows: Tensor = view[begin:end] if len(view.get_shape()) > 1 else view[:][None]
-        return rows
+        dtype, (rows, columns) = self._forms[key]
+        end, row_bytes = min(end, rows), self._locations[key].bytes // rows
+        data = self._source.read(self._locations[key], begin * row_bytes, (end - begin) * row_bytes)
+        return torch.from_numpy(data).view(dtype).view(end - begin, columns)
 
     def source(self, spec: TensorSpec, begin: int, end: int) -> Tensor:
         """Dequantised rows of the official layout, float32."""

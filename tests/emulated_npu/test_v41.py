@@ -53,6 +53,18 @@ def test_w8a8_in_graphs_on_runner_v1():
         assert recorded("c-w8a8-v1-graph")[f"{length}.digest"] == recorded("c-w8a8-v1")[f"{length}.digest"]
 
 
+def test_what_dsv41_quantize_wrote_with_rotation():
+    """rc2 undoes the rotation at the Engram gates, and drafts from the unrotated copies."""
+    result = part("c-w8a8-quarot", lengths=(17, 40))
+    for length in ("17", "40"):
+        for kind in ("prefill", "decode"):
+            assert within(result[length]["exact-weights"][kind]), (length, kind, result[length])
+    first, steps, every, drafts = SCENARIOS["dspark-v1-w8a8-quarot"]()["17"]["exact-weights"]["drafts"]
+    assert steps == 23
+    assert first >= 20
+    assert every >= 0.85 * drafts
+
+
 def test_drafts_of_runner_v1():
     result = SCENARIOS["dspark-v1-w8a8"]()["17"]
     assert within(result["exact-weights"]["decode"])

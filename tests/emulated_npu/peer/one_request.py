@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from measures import rms
 
-from . import checkpoint
 from .engine import DSPARK, Engine, Trace
 from .measure import STEPS, VARIANTS, Result, compare, engine, figures, golden, head_of, prompt_of
 
@@ -112,9 +111,8 @@ def accepted(model: str, preset: str, length: int = 17, **options: Any) -> Resul
 
 
 def nested_tables(model: str, preset: str, length: int = 17, **options: Any) -> Result:
-    """The converter's own layout, tables in `engram_int8/`: how wrong rc2 is, which does not read them."""
-    nested = str(checkpoint.converted(preset, "w8a8", nested=True))
-    own = engine(nested, preset, **options)
+    """Engram tables in a folder of their own: how wrong rc2 is, which does not read them."""
+    own = engine(model, preset, **options)
     prompt, tokens = prompt_of(preset, length)
     trace = own.run(prompt, tokens)
     wanted = golden(preset, length, "exact-fp32")["decode_logits"]

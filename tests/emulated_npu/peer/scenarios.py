@@ -90,5 +90,8 @@ SCENARIOS |= {
     ),
     "tp1-w8a8": Scenario(parallel, weights="w8a8"),
     "dp2": Scenario(idle_ranks, options={"enable_expert_parallel": True}, devices=2),
-    "nested-tables": Scenario(nested_tables, weights="w8a8"),
+    "nested-tables": Scenario(nested_tables, weights="w8a8-nested"),
+    "a-w8a8-quarot": Scenario(forced, "a", "w8a8-quarot", {"lengths": (17, 40, 130, 300)}),
+    "c-w8a8-quarot": Scenario(forced, weights="w8a8-quarot"),
+    "dspark-v1-w8a8-quarot": Scenario(dspark, weights="w8a8-quarot"),
 }

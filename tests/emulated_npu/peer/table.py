@@ -95,7 +95,7 @@ def _rest(results: dict[str, Any]) -> Iterator[str]:
                     apart = f"scores at most {100 * r['worst_gap']:.1f} % of the row's maximum apart"
                     rows += f"; {r['missing']} of {r['of']} positions exchanged, {apart}"
                 yield f"| {name}, {what} | {rows} |"
-    for name in ("chunks", "blocks-64"):
+    for name in ("chunks", "blocks-64", "a-w8a8-quarot", "c-w8a8-quarot"):
         for length in (k for k in results.get(name, {}) if k.isdigit()):
             figures = results[name][length]["exact-fp32"]
             cells = f"{_cell(figures['prefill'])}; decode {_cell(figures['decode'])}"

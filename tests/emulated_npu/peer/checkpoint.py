@@ -14,7 +14,7 @@ INDEX = "quant_model_weights.safetensors.index.json"
 
 
 def nested(source: Path, target: Path) -> Path:
-    """A folder of links to a converted checkpoint, with the Engram tables in `engram_int8/` as published ones have them.
+    """A folder of links to a converted checkpoint, with the Engram tables in `engram_int8/` as in published ones.
 
     rc2 reads a table when vLLM's loader meets its name, and that loader looks at `*.safetensors` of the folder itself:
     such tables are never met, and rc2 serves rows that nobody wrote. Our converter puts them beside the other shards.

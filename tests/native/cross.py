@@ -1,4 +1,4 @@
-"""An aarch64 compiler and an aarch64 processor in user space, kept in a cache folder: Ascend hosts are Kunpeng machines.
+"""An aarch64 compiler and an emulated aarch64 processor, kept in a cache folder: hosts of Ascend NPUs are aarch64.
 
 python tests/native/cross.py    # sets both up; says why where it cannot
 """
@@ -69,19 +69,8 @@ def emulator() -> Path:
 def build(target: str, program: Path) -> None:
     """Compile run_kernels.c for ``target``, for example aarch64-linux-musl."""
     variables = {**os.environ, "PYTHONPATH": str(compiler()), "ZIG_GLOBAL_CACHE_DIR": str(cache() / "objects")}
-    command = [
-        sys.executable,
-        "-m",
-        "ziglang",
-        "cc",
-        "-target",
-        target,
-        *FLAGS,
-        "-o",
-        program,
-        HERE / "run_kernels.c",
-        "-lm",
-    ]
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", target, *FLAGS]
+    command = [*zig, "-o", program, HERE / "run_kernels.c", "-lm"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{target}: {done.stderr}")

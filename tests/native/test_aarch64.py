@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from native import cross
 from vllm_ascend_dsv41 import native
+
+from . import cross
 
 pytestmark = pytest.mark.long
 FUNCTIONS = [

@@ -1,7 +1,7 @@
 """Conversions between number formats, compiled: a C library without Python or torch headers, called on numpy arrays.
 
 Every function returns -1, or the index (row-major, of the beginning of its tile or group) of the first value that is
-not finite; what the outputs hold then is undefined. Arrays are C-contiguous and are not checked beyond dtype and shape.
+not finite; what the outputs hold then is undefined. The processor must not be set to flush subnormals to zero.
 The clear definition of each function is the one of the same name in ``quant/reference.py``.
 """
 
@@ -34,23 +34,25 @@ _library = _load()
 available = _library is not None
 
 
-def _call(function: str, *arguments: Any) -> int:
+Arrays = tuple[NDArray[Any], ...]
+
+
+def _call(function: str, inputs: Arrays, sizes: tuple[int, ...], outputs: Arrays) -> int:
     if _library is None:
         raise NativeMissingError(
             "the compiled kernels are missing: no C compiler was found when this package was installed; install gcc "
             "and install the package again"
         )
+    for array in (*inputs, *outputs):
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{function}: an array of shape {array.shape} is not contiguous")
+    for array in outputs:
+        if not array.flags.writeable:
+            raise ValueError(f"{function}: an output of shape {array.shape} is read-only")
     entry = getattr(_library, f"dsv41_{function}")
     entry.restype = ctypes.c_int64
-    converted: list[Any] = []
-    for value in arguments:
-        if isinstance(value, np.ndarray):
-            if not value.flags.c_contiguous:
-                raise ValueError(f"{function}: an array of shape {value.shape} is not contiguous")
-            converted.append(ctypes.c_void_p(value.ctypes.data))
-        else:
-            converted.append(ctypes.c_int64(value))
-    return int(entry(*converted))
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (*inputs, *outputs)]
+    return int(entry(*pointers[: len(inputs)], *map(ctypes.c_int64, sizes), *pointers[len(inputs) :]))
 
 
 def _expect(function: str, **arrays: tuple[NDArray[Any], type, tuple[int, ...]]) -> None:
@@ -63,7 +65,7 @@ def _expect(function: str, **arrays: tuple[NDArray[Any], type, tuple[int, ...]])
 
 def plain_only(on: bool) -> None:
     """Use the versions without AVX2, for tests."""
-    _call("plain_only", int(on))
+    _call("plain_only", (), (int(on),), ())
 
 
 def int8_from_mxfp4(packed: Bytes, exponents: Bytes, codes: Codes, scales: Floats) -> int:
@@ -77,7 +79,7 @@ def int8_from_mxfp4(packed: Bytes, exponents: Bytes, codes: Codes, scales: Float
         codes=(codes, np.int8, (rows, columns // GROUP * GROUP)),
         scales=(scales, np.float32, (rows,)),
     )
-    return _call("int8_from_mxfp4", packed, exponents, rows, columns, codes, scales)
+    return _call("int8_from_mxfp4", (packed, exponents), (rows, columns), (codes, scales))
 
 
 def int8_from_fp8_tiles(weight: Bytes, exponents: Bytes, codes: Codes, scales: Floats) -> int:
@@ -90,7 +92,7 @@ def int8_from_fp8_tiles(weight: Bytes, exponents: Bytes, codes: Codes, scales: F
         codes=(codes, np.int8, (rows, columns)),
         scales=(scales, np.float32, (rows,)),
     )
-    return _call("int8_from_fp8_tiles", weight, exponents, rows, columns, codes, scales)
+    return _call("int8_from_fp8_tiles", (weight, exponents), (rows, columns), (codes, scales))
 
 
 def engram_int8_from_fp8(weight: Bytes, exponents: Bytes, codes: Codes, scales: Floats) -> int:
@@ -104,7 +106,7 @@ def engram_int8_from_fp8(weight: Bytes, exponents: Bytes, codes: Codes, scales: 
         codes=(codes, np.int8, (rows, dim // GROUP * GROUP)),
         scales=(scales, np.float32, (rows, dim // GROUP)),
     )
-    return _call("engram_int8_from_fp8", weight, exponents, rows * dim // GROUP, codes, scales)
+    return _call("engram_int8_from_fp8", (weight, exponents), (rows * dim // GROUP,), (codes, scales))
 
 
 def float_from_mxfp4(packed: Bytes, exponents: Bytes, values: Floats) -> int:
@@ -116,7 +118,7 @@ def float_from_mxfp4(packed: Bytes, exponents: Bytes, values: Floats) -> int:
         exponents=(exponents, np.uint8, (rows, columns // GROUP)),
         values=(values, np.float32, (rows, columns // GROUP * GROUP)),
     )
-    return _call("float_from_mxfp4", packed, exponents, rows, columns, values)
+    return _call("float_from_mxfp4", (packed, exponents), (rows, columns), (values,))
 
 
 def float_from_fp8(weight: Bytes, exponents: Bytes, tile_rows: int, values: Floats) -> int:
@@ -128,7 +130,7 @@ def float_from_fp8(weight: Bytes, exponents: Bytes, tile_rows: int, values: Floa
         exponents=(exponents, np.uint8, (-(-rows // tile_rows), -(-columns // GROUP))),
         values=(values, np.float32, (rows, columns)),
     )
-    return _call("float_from_fp8", weight, exponents, rows, columns, tile_rows, values)
+    return _call("float_from_fp8", (weight, exponents), (rows, columns, tile_rows), (values,))
 
 
 def int8_from_float(values: Floats, codes: Codes, scales: Floats) -> int:
@@ -140,22 +142,22 @@ def int8_from_float(values: Floats, codes: Codes, scales: Floats) -> int:
         codes=(codes, np.int8, (rows, columns)),
         scales=(scales, np.float32, (rows,)),
     )
-    return _call("int8_from_float", values, rows, columns, codes, scales)
+    return _call("int8_from_float", (values,), (rows, columns), (codes, scales))
 
 
 def hadamard(values: Floats) -> int:
     """Multiply each 32 values [rows, columns] of a row by the orthonormal Hadamard matrix of order 32, in place."""
     _expect("hadamard", values=(values, np.float32, (len(values), values.shape[1] // GROUP * GROUP)))
-    return _call("hadamard", values, values.size // GROUP)
+    return _call("hadamard", (), (values.size // GROUP,), (values,))
 
 
 def bf16_from_float(values: Floats, out: NDArray[np.uint16]) -> int:
     """values -> bits of the nearest BF16 numbers, ties to even; the same shape."""
     _expect("bf16_from_float", values=(values, np.float32, out.shape), out=(out, np.uint16, values.shape))
-    return _call("bf16_from_float", values, values.size, out)
+    return _call("bf16_from_float", (values,), (values.size,), (out,))
 
 
 def float_from_bf16(values: NDArray[np.uint16], out: Floats) -> int:
     """Bits of BF16 numbers -> their values; the same shape."""
     _expect("float_from_bf16", values=(values, np.uint16, out.shape), out=(out, np.float32, values.shape))
-    return _call("float_from_bf16", values, values.size, out)
+    return _call("float_from_bf16", (values,), (values.size,), (out,))

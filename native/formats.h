@@ -64,6 +64,7 @@ static inline float engram_scale(float absmax) {
     return ldexpf(1.0f, exponent - (mantissa == 0.5f));
 }
 
+/* Of a finite value. */
 static inline uint16_t bf16(float value) {
     const uint32_t bits = bits_of_float(value);
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);

@@ -67,7 +67,7 @@ EXPORT int64_t dsv41_int8_from_float(const float *weight, int64_t rows, int64_t 
     return CALL(int8_from_float, weight, rows, columns, codes, scales);
 }
 
-EXPORT int64_t dsv41_hadamard(float *values, int64_t groups) { return CALL(hadamard, values, groups); }
+EXPORT int64_t dsv41_hadamard(int64_t groups, float *values) { return CALL(hadamard, groups, values); }
 
 EXPORT int64_t dsv41_bf16_from_float(const float *values, int64_t count, uint16_t *out) {
     return CALL(bf16_from_float, values, count, out);

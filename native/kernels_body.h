@@ -179,7 +179,7 @@ TARGET static int64_t NAME(int8_from_float)(const float *weight, int64_t rows, i
 }
 
 /* Rounds of the Hadamard transform of 32 values, which compilers unroll and vectorise: one addition a value a round. */
-TARGET static int64_t NAME(hadamard)(float *values, int64_t groups) {
+TARGET static int64_t NAME(hadamard)(int64_t groups, float *values) {
     const float root = 5.65685424949238f; /* of 32 */
     for (int64_t group = 0; group < groups; group++, values += GROUP) {
         float from[GROUP], to[GROUP];
@@ -196,7 +196,7 @@ TARGET static int64_t NAME(hadamard)(float *values, int64_t groups) {
 TARGET static int64_t NAME(bf16_from_float)(const float *values, int64_t count, uint16_t *out) {
     for (int64_t i = 0; i < count; i++) {
         out[i] = bf16(values[i]);
-        if ((out[i] & 0x7f80) == 0x7f80) return i; /* not finite, or rounded up to infinity */
+        if (!(fabsf(values[i]) <= FLT_MAX) || (out[i] & 0x7f80) == 0x7f80) return i; /* or rounded up to infinity */
     }
     return -1;
 }

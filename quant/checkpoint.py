@@ -93,7 +93,7 @@ def read_header(path: Path) -> dict[str, tuple[Stored, int]]:
                 raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file; download it again")
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(f"{path}: a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length).decode("utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -102,7 +102,9 @@ def read_header(path: Path) -> dict[str, tuple[Stored, int]]:
         raise CheckpointError(f"{path}: its safetensors header is damaged ({error})") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its safetensors header is damaged (not an object)")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: its safetensors header is damaged (__metadata__ is not made of strings)")
     spans = sorted((_entry(path, key, entry) for key, entry in header.items()), key=lambda item: item[1])
     end = 0
     for stored, (begin, stop) in spans:
@@ -114,13 +116,17 @@ def read_header(path: Path) -> dict[str, tuple[Stored, int]]:
     return {stored.key: (stored, 8 + length + begin) for stored, (begin, _) in spans}
 
 
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
 def _entry(path: Path, key: str, entry: Any) -> tuple[Stored, tuple[int, int]]:
     try:
         dtype, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, stop]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header entry of {key} is damaged") from error
-    if dtype not in DTYPE_BYTES or not all(type(n) is int and n >= 0 for n in numbers):
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES or not all(type(n) is int and n >= 0 for n in numbers):
         raise CheckpointError(f"{path}: the header entry of {key} is damaged: {entry}")
     return Stored(key, dtype, tuple(shape)), (begin, stop)
 
@@ -240,7 +246,8 @@ def _ascend_weights(directory: Path, config: dict[str, Any]) -> Weights:
     if not isinstance(description, dict):
         raise CheckpointError(f"{path}: expected an object with one label per tensor")
     kinds = {"W8A8_DYNAMIC": Weights.W8A8, "FLOAT": Weights.BF16}
-    weights = kinds.get(description.get("model_quant_type", ""))
+    found = description.get("model_quant_type")
+    weights = kinds.get(found) if isinstance(found, str) else None
     if weights is None:
         raise CheckpointError(
             f"{path}: model_quant_type is {description.get('model_quant_type')!r}, expected W8A8_DYNAMIC or FLOAT"

@@ -9,19 +9,21 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import native
 from . import rotation
 from .checkpoint import OFFICIAL_INDEX, Checkpoint, CheckpointError, Layout, Location, open_checkpoint
-from .describe import side_files, write_small_files
+from .describe import side_files, small_bytes, write_small_files
 from .inventory import Weights
 from .journal import Journal
-from .partial import CONTENTS, JOURNAL, partial_directory, partial_path, publish, remove, sync
+from .partial import CONTENTS, JOURNAL, clear, partial_directory, partial_path, publish, remove, sync
 from .plan import DEFAULT_SHARD_BYTES, STEP_BYTES, Plan, Step, make_plan
 from .pool import Job, run_steps
 from .progress import Progress, on_terminal
+from .work import AGAIN
 
 log = logging.getLogger(__name__)
 
@@ -49,40 +51,25 @@ def convert(
     ``rotate`` where the hidden size does not allow it. Processes are spawned: a script that calls this needs the
     usual ``if __name__ == "__main__"``.
     """
-    target = Path(target)
-    if not partial_path(target).exists():
-        _refuse_existing(target)
-    checkpoint = open_source(source)
-    if rotate:
-        rotation.check(checkpoint.config)
-    plan = make_plan(checkpoint.config, weights, shard_bytes, rotate, step_bytes)
-    parent = target.absolute().parent
-    if not parent.is_dir():
-        raise CheckpointError(f"{parent}: no such directory; create it first")
-    copied = side_files(checkpoint.directory)
-    identity = _identity(checkpoint, weights, shard_bytes, rotate, step_bytes)
-    reads = {step.number: {location.file for location in _locations(step, checkpoint).values()} for step in plan.steps}
-    with partial_directory(target) as partial:
-        journal = Journal(partial / JOURNAL, identity, _fingerprints(checkpoint), reads, plan)
-        try:
-            if journal.finished and target.is_dir() and not (partial / CONTENTS).exists():
-                remove(partial)  # killed between the last two lines below
-                return target
+    target = Path(os.path.abspath(target))
+    try:
+        clear(target)
+        if not target.name or not partial_path(target).exists():
             _refuse_existing(target)
-            _check_room(partial, plan)
-            _write_weights(checkpoint, plan, partial / CONTENTS, weights, journal, workers, progress or on_terminal())
-            for path in write_small_files(partial / CONTENTS, copied, checkpoint.config, weights, rotate, plan):
-                sync(path)
-            open_checkpoint(partial / CONTENTS)
-            journal.finish()
-            publish(partial, target)
-            remove(partial)
-        except BaseException:
-            if not journal.done:
-                remove(partial)
-            raise
-        finally:
-            journal.close()
+        checkpoint = open_source(source)
+        if rotate:
+            rotation.check(checkpoint.config)
+        plan = make_plan(checkpoint.config, weights, shard_bytes, rotate, step_bytes)
+        if not target.parent.is_dir():
+            raise CheckpointError(f"{target.parent}: no such directory; create it first")
+        conversion = _Conversion(checkpoint, plan, weights, rotate, side_files(checkpoint.directory))
+        identity = _identity(conversion, shard_bytes, step_bytes)
+        with partial_directory(target) as partial:
+            conversion.run(partial, target, identity, workers, progress or on_terminal())
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or target}: {error.strerror or error}; put that right, {AGAIN}"
+        ) from error
     return target
 
 
@@ -96,23 +83,79 @@ def open_source(source: str | Path) -> Checkpoint:
 
 def _refuse_existing(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target}: exists already; remove it or name another directory")
+        raise CheckpointError(f"{target}: exists already; if it is no finished conversion, remove it or name another")
 
 
-def _identity(
-    checkpoint: Checkpoint, weights: Weights, shard_bytes: int, rotate: bool, step_bytes: int
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Conversion:
+    """What is converted, and how."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    weights: Weights
+    rotate: bool
+    copied: list[Path]
+
+    def run(
+        self, partial: Path, target: Path, identity: Mapping[str, Any], workers: int | None, progress: Progress
+    ) -> None:
+        """In the locked directory ``partial``."""
+        before = _fingerprints(self.checkpoint)
+        steps = self.plan.steps
+        reads = {step.number: {at.file for at in _locations(step, self.checkpoint).values()} for step in steps}
+        journal = Journal(partial / JOURNAL, identity, before, reads, self.plan)
+        contents = partial / CONTENTS
+        try:
+            if journal.finished and target.is_dir() and not contents.exists():
+                remove(partial)  # killed between the last two acts below
+                return
+            _refuse_existing(target)
+            _check_room(partial, self.plan, small_bytes(self.copied, self.checkpoint.config, self.plan))
+            _write_weights(self.checkpoint, self.plan, contents, self.weights, journal, workers, progress)
+            self._write_rest(contents)
+            changed = [file for file, mark in _fingerprints(self.checkpoint).items() if before[file] != mark]
+            if changed:
+                path = self.checkpoint.directory / changed[0]
+                raise CheckpointError(f"{path}: was changed while it was converted; leave it alone, {AGAIN}")
+            journal.finish()
+            publish(partial, target)
+            remove(partial)
+        except BaseException:
+            if not journal.done:
+                remove(partial)
+            raise
+        finally:
+            journal.close()
+
+    def _write_rest(self, contents: Path) -> None:
+        """The small files, durably; what is neither theirs nor the plan's has no place here."""
+        config = self.checkpoint.config
+        small = write_small_files(contents, self.copied, config, self.weights, self.rotate, self.plan)
+        wanted = {*small, *(contents / file.name for file in self.plan.files)}
+        for path in contents.rglob("*"):
+            if path.is_file() and path not in wanted:
+                path.unlink()
+        for path in small:
+            sync(path)
+        open_checkpoint(contents)
+
+
+def _identity(conversion: _Conversion, shard_bytes: int, step_bytes: int) -> dict[str, Any]:
     """What makes two conversions the same, but for the contents of the source's weight files."""
-    digest = hashlib.sha256()
+    directory = conversion.checkpoint.directory
+    config, plan = hashlib.sha256(), hashlib.sha256()
     for name in ("config.json", OFFICIAL_INDEX):
-        digest.update((checkpoint.directory / name).read_bytes())
+        config.update((directory / name).read_bytes())
+    for step in conversion.plan.steps:
+        plan.update(repr([(p.spec.name, p.begin, p.end, p.outputs[0].offset) for p in step.pieces]).encode())
     return {
-        "source": str(checkpoint.directory.resolve()),
-        "config and index": digest.hexdigest()[:16],
-        "--weights": weights.value,
+        "source": str(directory.resolve()),
+        "config and index": config.hexdigest()[:16],
+        "--weights": conversion.weights.value,
         "--shard-size": shard_bytes,
-        "--rotate": "quarot" if rotate else "none",
+        "--rotate": "quarot" if conversion.rotate else "none",
         "step size": step_bytes,
+        "plan (of another version?)": plan.hexdigest()[:16],
     }
 
 
@@ -120,7 +163,7 @@ def _fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
     result = {}
     for file in sorted(set(checkpoint.files.values())):
         status = (checkpoint.directory / file).stat()
-        result[file] = f"{status.st_size} bytes, modified {status.st_mtime_ns}"
+        result[file] = f"{status.st_size} bytes, modified {status.st_mtime_ns}, changed {status.st_ctime_ns}"
     return result
 
 
@@ -131,9 +174,9 @@ def _locations(step: Step, checkpoint: Checkpoint) -> Mapping[str, Location]:
     return {key: checkpoint.locations[key] for key in keys}
 
 
-def _check_room(partial: Path, plan: Plan) -> None:
+def _check_room(partial: Path, plan: Plan, small: int) -> None:
     present = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
-    free, needed = shutil.disk_usage(partial).free, plan.bytes - present
+    free, needed = shutil.disk_usage(partial).free, plan.bytes + small - present
     if free < needed:
         raise CheckpointError(
             f"{partial.parent}: {free >> 20} MiB free, the conversion needs {needed >> 20} MiB"
@@ -155,7 +198,8 @@ def _make_files(plan: Plan, contents: Path, journal: Journal) -> None:
             with path.open("rb") as present:
                 if present.read(len(begin)) == begin:
                     continue
-        journal.done -= steps[file.name]
+        if steps[file.name] & journal.done:
+            journal.withdraw(steps[file.name], plan)  # before: an empty file of this name must never count as done
         try:
             with path.open("wb") as new:
                 new.write(begin)
@@ -178,15 +222,16 @@ def _write_weights(
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(steps)))
     if not native.available:
         log.warning(
-            "the compiled kernels are missing, the conversion runs the reference, about forty times slower; "
+            "the compiled kernels are missing, the conversion runs the reference, ten to thirty times slower; "
             "install gcc and install this package again"
         )
     open_steps = Counter(file for step in steps for file in step.files)
+    whole = [file.name for file in plan.files if not open_steps[file.name] and file.name not in journal.on_disk]
     jobs: Iterator[Job] = ((step, _locations(step, checkpoint)) for step in steps)
-    syncing: dict[str, Future[None]] = {}
     progress.begin(plan.bytes, plan.bytes - sum(step.bytes for step in steps))
     try:
         with ThreadPoolExecutor(1) as syncer:  # the disk is forced in the background, one file at a time
+            syncing = {file: syncer.submit(sync, contents / file) for file in whole}
             for step in run_steps(jobs, workers, checkpoint.directory, contents, weights):
                 journal.add(step.number)
                 progress.advance(step.bytes, step.pieces[-1].spec.name)
@@ -194,18 +239,19 @@ def _write_weights(
                 for file in step.files:
                     if not open_steps[file]:
                         syncing[file] = syncer.submit(sync, contents / file)
-                _note_synced(syncing, journal, wait=False)
-            _note_synced(syncing, journal, wait=True)
+                _note_synced(syncing, journal, plan, wait=False)
+            _note_synced(syncing, journal, plan, wait=True)
     finally:
         progress.end()
 
 
-def _note_synced(syncing: dict[str, Future[None]], journal: Journal, wait: bool) -> None:
+def _note_synced(syncing: dict[str, Future[None]], journal: Journal, plan: Plan, wait: bool) -> None:
     for file, future in list(syncing.items()):
         if wait or future.done():
             try:
                 future.result()
-            except OSError as error:
-                raise CheckpointError(f"{file}: cannot be written to the disk ({error.strerror})") from error
+            except OSError as error:  # pages may be lost, and the system says so only once
+                journal.withdraw({step.number for step in plan.steps if file in step.files}, plan)
+                raise CheckpointError(f"{file}: cannot be written to the disk ({error.strerror}), {AGAIN}") from error
             journal.synced(file)
             del syncing[file]

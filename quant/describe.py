@@ -33,6 +33,9 @@ def quant_type(weights: Weights) -> str:
 def side_files(directory: Path) -> list[Path]:
     """Tokenizer and other small files that belong to the checkpoint and are not rewritten. Raises CheckpointError."""
     own = {"config.json", DESCRIPTION}
+    for path in sorted(directory.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(f"{path}: leads nowhere ({path.readlink()}); download it again, or remove the link")
     found = [
         path
         for path in sorted(directory.iterdir())
@@ -44,7 +47,17 @@ def side_files(directory: Path) -> list[Path]:
     for path in found:
         if not os.access(path, os.R_OK):
             raise CheckpointError(f"{path}: cannot be read; change its permissions")
+        if path.name == rotation.FILE.partition("/")[0]:
+            raise CheckpointError(f"{path}: has the name of a folder that the conversion makes; move it away")
     return found
+
+
+def small_bytes(copied: list[Path], config: Mapping[str, Any], plan: Plan) -> int:
+    """Room for everything but tensor data, generously."""
+    names = sum(2 * len(stored.key) + 300 for file in plan.files for stored in file.tensors)  # headers, index, labels
+    return (
+        names + 4 * config["text_config"]["hidden_size"] ** 2 + sum(path.stat().st_size for path in copied) + (1 << 20)
+    )
 
 
 def write_small_files(

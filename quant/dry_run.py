@@ -14,6 +14,7 @@ import numpy as np
 
 from .checkpoint import OFFICIAL_INDEX, description_labels, read_config
 from .convert import open_source
+from .describe import side_files, small_bytes
 from .inventory import GROUP, Kind, Stored, Weights, inventory
 from .plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from .work import kernels
@@ -53,6 +54,7 @@ def dry_run(
     workers = workers or len(os.sched_getaffinity(0))
     read = [stored for spec in inventory(config) for stored in spec.official()]
     parent = target.absolute().parent
+    needed = plan.bytes + small_bytes(side_files(source), config, plan)
     return {
         "source": str(source),
         "target": str(target),
@@ -60,7 +62,7 @@ def dry_run(
         "rotate": "quarot" if rotate else "none",
         "input": {"bytes": sum(item.bytes for item in read), "tensors": [_tensor(item) for item in read]},
         "output": _output(plan, description_labels(config, weights)),
-        "room": {"needed": plan.bytes, "free": shutil.disk_usage(parent).free if parent.is_dir() else None},
+        "room": {"needed": needed, "free": shutil.disk_usage(parent).free if parent.is_dir() else None},
         "estimate": _estimate(config, workers),
     }
 

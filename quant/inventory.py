@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..layer_plan import LayerPlan, ModelPlan
+from ..layer_plan import ConfigError, LayerPlan, ModelPlan
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I64": 8}
 GROUP = 32  # FP8 tile edge; FP4 and Engram scale group
@@ -125,6 +125,13 @@ class _Inventory:
         self.text: Mapping[str, Any] = config["text_config"]
         self.vision: Mapping[str, Any] = config.get("vision_config") or {}
         self.plan = ModelPlan.from_config(config)
+        grouped = ["hidden_size", "moe_intermediate_size"]
+        grouped += ["engram_head_dim"] if any(layer.engram is not None for layer in self.plan.trunk) else []
+        for name in grouped:
+            if self.text[name] % GROUP:
+                raise ConfigError(
+                    f"config.json: {name} = {self.text[name]}, expected a multiple of {GROUP} (scale groups)"
+                )
 
     def tensors(self) -> Iterator[TensorSpec]:
         t = self.text

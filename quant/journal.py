@@ -10,6 +10,7 @@ from typing import Any
 
 from .checkpoint import CheckpointError
 from .plan import Plan
+from .work import AGAIN
 
 FORMAT = 1
 
@@ -42,7 +43,8 @@ class Journal:
     ) -> None:
         self.done: set[int] = set()
         self.finished = False
-        self._synced: set[str] = set()
+        self._path = path
+        self.on_disk: set[str] = set()  # files all of whose steps are there to stay
         header = {"format": FORMAT, "identity": dict(identity), "sources": dict(sources), "boot": boot_id()}
         lines = self._lines(path)
         if lines:
@@ -53,7 +55,7 @@ class Journal:
         # rewritten at once: a torn last line disappears, and the header names this boot
         new = path.with_name(f"{path.name}.new")
         self._descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-        self._append(header, *({"synced": file} for file in sorted(self._synced)))
+        self._append(header, *({"synced": file} for file in sorted(self.on_disk)))
         self._append(*({"done": step} for step in sorted(self.done)), *([{"finished": True}] if self.finished else []))
         os.fsync(self._descriptor)
         new.rename(path)
@@ -64,7 +66,7 @@ class Journal:
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 break  # torn by the end of the process that wrote it
             if not isinstance(entry, dict):
                 break
@@ -85,19 +87,39 @@ class Journal:
 
     def _replay(self, lines: list[dict[str, Any]], plan: Plan, changed: set[int]) -> None:
         files = {step.number: step.files for step in plan.steps}
-        self._synced = {entry["synced"] for entry in lines if "synced" in entry}
         same_boot = lines[0].get("boot") == boot_id()
         for entry in lines:
-            step = entry.get("done")
-            if step is not None and step not in changed and (same_boot or files[step] <= self._synced):
+            step, undone, synced = entry.get("done"), entry.get("undone", []), entry.get("synced")
+            if type(step) is int and step in files:
                 self.done.add(step)
+            if isinstance(undone, list):
+                self._forget({number for number in undone if type(number) is int and number in files}, files)
+            if isinstance(synced, str):
+                self.on_disk.add(synced)
             self.finished |= "finished" in entry
-        redone = {step.number for step in plan.steps} - self.done
-        self._synced -= {file for step in redone for file in files[step]}
-        self.finished &= not redone
+        self._forget(changed, files)
+        if not same_boot:
+            self.done = {step for step in self.done if files[step] <= self.on_disk}
+        self._forget(set(files) - self.done, files)
+
+    def _forget(self, steps: set[int], files: Mapping[int, set[str]]) -> None:
+        self.done -= steps
+        self.on_disk -= {file for step in steps for file in files[step]}
+        self.finished &= not steps
 
     def _append(self, *entries: Mapping[str, Any]) -> None:
-        os.write(self._descriptor, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+        data = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written ({error.strerror}); make room, {AGAIN}") from error
+
+    def withdraw(self, steps: set[int], plan: Plan) -> None:
+        """These steps are to be done again: known, and on the disk, before anything happens to their files."""
+        self._forget(steps, {step.number: step.files for step in plan.steps})
+        self._append({"undone": sorted(steps)})
+        os.fsync(self._descriptor)
 
     def add(self, step: int) -> None:
         """The step's bytes are written."""
@@ -106,7 +128,7 @@ class Journal:
 
     def synced(self, file: str) -> None:
         """All steps of this file are on the disk."""
-        self._synced.add(file)
+        self.on_disk.add(file)
         self._append({"synced": file})
         os.fsync(self._descriptor)
 

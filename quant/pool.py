@@ -52,7 +52,7 @@ def run_steps(jobs: Iterable[Job], workers: int, source: Path, target: Path, wei
         finally:
             worker.source.close()
         return
-    remaining, running = iter(jobs), set[Future[Step]]()
+    remaining, running, started = iter(jobs), set[Future[Step]](), False
     with _one_thread_each():
         pool = ProcessPoolExecutor(
             workers, multiprocessing.get_context("spawn"), _start, (os.getpid(), source, target, weights)
@@ -65,11 +65,12 @@ def run_steps(jobs: Iterable[Job], workers: int, source: Path, target: Path, wei
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    yield future.result()
+                    step = future.result()
+                    started = True
+                    yield step
         except BrokenProcessPool as error:
-            raise CheckpointError(
-                f"a worker process was killed (out of memory?); use fewer --workers, {AGAIN}"
-            ) from error
+            cause = "out of memory? then use fewer --workers" if started else "does the script have a main guard?"
+            raise CheckpointError(f"a worker process was killed ({cause}), {AGAIN}") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any, Protocol
@@ -75,9 +76,17 @@ class Events:
 
     @staticmethod
     def _tell(**values: Any) -> None:
-        print(json.dumps(values), flush=True)
+        say(json.dumps(values))
+
+
+def say(line: str) -> None:
+    """A line on standard output; if nobody listens any more, that is no reason to give a conversion up."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains when it ends
 
 
 def on_terminal() -> Progress:
     """A bar where somebody may be looking."""
-    return Bar() if sys.stderr.isatty() else Silent()
+    return Bar() if sys.stderr is not None and sys.stderr.isatty() else Silent()

@@ -1,6 +1,6 @@
 """What the compiled kernels compute, written clearly: the functions of ``native``, with the same arguments.
 
-Also what serves where no compiler was at hand; about forty times slower (``benchmarks/quantize.py --kernels``).
+Also what serves where no compiler was at hand; ten to thirty times slower (``benchmarks/quantize.py --kernels``).
 """
 
 from __future__ import annotations

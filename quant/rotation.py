@@ -103,9 +103,12 @@ def read_block(path: Path, hidden: int) -> Floats | None:
         raise CheckpointError(
             f"{path}: holds no {KEY} F32 [{hidden}, {hidden}]; copy the checkpoint again, with optional/"
         )
-    size = min(BLOCK, hidden)
-    stripe = np.fromfile(path, np.float32, size * hidden, offset=offset).reshape(size, hidden)[:, :size]
-    return None if (stripe == np.eye(size, dtype=np.float32)).all() else np.ascontiguousarray(stripe)
+    stripe = np.fromfile(path, np.float32, BLOCK * hidden, offset=offset)[: BLOCK * hidden].reshape(-1, hidden)
+    if (stripe[:, : len(stripe)] == np.eye(len(stripe), dtype=np.float32)).all():
+        return None
+    if hidden % BLOCK:
+        raise CheckpointError(f"{path}: rotates a hidden size of {hidden}, which is no multiple of {BLOCK}")
+    return np.ascontiguousarray(stripe[:, :BLOCK])
 
 
 def hadamard(values: Floats, axis: int) -> Floats:

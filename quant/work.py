@@ -22,6 +22,7 @@ from .plan import Output, Piece, Step, matrix_shape
 from .rotation import apply
 
 BLOCK_ELEMENTS = 1 << 20
+OPEN_FILES = 4  # of the source: steps go through it front to back
 AGAIN = "then run the same command again: it continues where it stopped"
 Array = NDArray[Any]
 
@@ -51,6 +52,8 @@ class Source:
         done, begin = 0, location.offset + offset
         try:
             if location.file not in self._descriptors:
+                if len(self._descriptors) >= OPEN_FILES:
+                    os.close(self._descriptors.pop(next(iter(self._descriptors))))
                 self._descriptors[location.file] = os.open(path, os.O_RDONLY)
             descriptor = self._descriptors[location.file]
             while done < size:
@@ -60,11 +63,14 @@ class Source:
                         f"{path}: ends before byte {begin + done}, it was cut meanwhile; download it again"
                     )
                 done += count
-            # the page cache of a busy host belongs to others: nothing is read twice
-            os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read at byte {begin + done} ({error.strerror})") from error
         return out
+
+    def release(self) -> None:
+        """The page cache of a busy host belongs to others: nothing that was read is read again."""
+        for descriptor in self._descriptors.values():
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close all files."""
@@ -87,6 +93,9 @@ class Worker:
         try:
             for piece in step.pieces:
                 self._piece(piece, locations, outputs)
+            for descriptor in outputs.values():  # starts writing back; written pages leave the cache
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self.source.release()
         finally:
             for descriptor in outputs.values():
                 os.close(descriptor)
@@ -118,8 +127,6 @@ class Worker:
         try:
             while done < len(data):
                 done += os.pwrite(descriptor, data[done:], begin + done)
-            # starts writing back; pages that are on the disk leave the cache when the file is complete
-            os.posix_fadvise(descriptor, begin, done, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise CheckpointError(
                 f"{self.target / output.file}: cannot be written ({error.strerror}); make room, {AGAIN}"
@@ -146,6 +153,7 @@ class Worker:
             codes, scales = self._int8("int8_from_float", (values,), shape, shape[:1], piece, begin)
             return [codes, scales, np.zeros_like(scales)]
         if spec.kind in (Kind.F32, Kind.WIDENED):
+            self._finite(values, piece, begin)
             return [values]
         out = np.empty(shape, np.uint16)
         self._check(self.kernels.bf16_from_float(values, out), piece, begin)
@@ -192,12 +200,17 @@ class Worker:
             bad = self.kernels.float_from_fp8(weight, scale, 1, values)
         elif kind is Kind.F32:
             values = weight.view(np.float32)
-            wrong = ~np.isfinite(values)
-            bad = int(wrong.ravel().argmax()) if wrong.any() else -1
+            bad = self._finite(values, piece, begin)
         else:
             bad = self.kernels.float_from_bf16(weight.view(np.uint16), values)
         self._check(bad, piece, begin)
         return values
+
+    def _finite(self, values: Array, piece: Piece, begin: int) -> int:
+        wrong = ~np.isfinite(values)
+        bad = int(wrong.ravel().argmax()) if wrong.any() else -1
+        self._check(bad, piece, begin)
+        return bad
 
     def _check(self, place: int, piece: Piece, begin: int) -> None:
         if place < 0:

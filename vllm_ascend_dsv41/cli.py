@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import signal
 import sys
@@ -41,7 +42,7 @@ def _quantize(args: argparse.Namespace) -> int:
     from .quant import CheckpointError, Weights, convert
     from .quant.dry_run import dry_run, print_report
     from .quant.partial import partial_path
-    from .quant.progress import Events
+    from .quant.progress import Events, say
 
     weights, options = Weights(args.weights), {"rotate": args.rotate == "quarot", "workers": args.workers}
     if not args.dry_run:
@@ -52,10 +53,8 @@ def _quantize(args: argparse.Namespace) -> int:
             if (partial := partial_path(args.target)).exists():
                 print(f"dsv41: {partial} keeps what is done: the same command goes on", file=sys.stderr)
             raise
-        if args.json:
-            print(json.dumps({"event": "complete", "target": str(target)}))
-        else:
-            print(f"{target}: {args.weights} conversion of {args.source}, complete")
+        text = f"{target}: {args.weights} conversion of {args.source}, complete"
+        say(json.dumps({"event": "complete", "target": str(target)}) if args.json else text)
         return 0
     report = dry_run(args.source, args.target, weights, args.shard_size, **options)
     if args.json:
@@ -74,10 +73,14 @@ def _verify(args: argparse.Namespace) -> int:
     from .verify import manifest, verify
 
     quiet = args.json or not sys.stderr.isatty()
+    if args.write_manifest is not None:
+        manifest.refuse_existing(args.write_manifest)
     report = verify(args.checkpoint, args.against, args.sample, check_manifest=args.check_manifest, quiet=quiet)
     if args.write_manifest is not None and report.holds:
         count = manifest.write(args.checkpoint, args.write_manifest, quiet)
         report.add("manifest", [], f"{args.write_manifest}: {count} files")
+    elif args.write_manifest is not None:
+        report.skip("manifest", "not written: the checkpoint is not as it must be")
     if args.json:
         print(json.dumps(report.as_json()))
     else:
@@ -170,6 +173,9 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status; expected errors are one message on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # file names may be anything
     try:
         if arguments[:1] == ["serve"]:  # argparse must not interpret vLLM's options
             from .deploy.serve import serve

@@ -8,6 +8,7 @@ Topology: spec section 3.3 to 3.6 and 3.9; DeepSeek-V4.1 technical report, compr
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -105,7 +106,7 @@ class _Builder:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             allowed = f"a number >= {low}" if high == math.inf else f"a number from {low} to {high}"
             raise self.refuse(name, allowed)
-        if not math.isfinite(value):
+        if not abs(value) < sys.float_info.max:  # also integers that no float holds
             raise self.refuse(name, "a finite number")
         return float(value)
 

@@ -64,7 +64,7 @@ int main(void) {
         case 8: /* hadamard */
             first = taken(count * sizeof(float));
             memcpy(values, first, count * sizeof(float));
-            place = dsv41_hadamard(values, (int64_t)count / GROUP);
+            place = dsv41_hadamard((int64_t)count / GROUP, values);
             break;
         default:
             return 4;

@@ -164,6 +164,20 @@ def test_wrong_shapes_are_refused():
         native.int8_from_mxfp4(np.zeros((4, 64), np.uint8)[:, ::2], exponents, codes, scales)
 
 
+def test_an_output_that_is_read_only():
+    values = np.frombuffer(bytes(128), np.float32).reshape(1, 32)
+    with pytest.raises(ValueError, match=r"hadamard: an output of shape \(1, 32\) is read-only"):
+        native.hadamard(values)
+
+
+@pytest.mark.parametrize("bits", [0x7FFF8000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800000, 0x7F7FFFFF])
+def test_bf16_of_what_is_not_finite(version, bits):
+    """Among them NaN whose payload would carry over into the sign, and the largest number, which rounds to infinity."""
+    values = np.array([[1.0, 0.0]], np.float32)
+    values.view(np.uint32)[0, 1] = bits
+    assert agree("bf16_from_float", (values,), outputs(((1, 2), np.uint16))) == 1
+
+
 def test_scales_survive_bf16(version):
     random = np.random.default_rng(0)
     values = random.standard_normal((500, 64)).astype(np.float32) * 2.0 ** random.integers(-60, 60, (500, 1))

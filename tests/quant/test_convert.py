@@ -132,7 +132,7 @@ def test_without_a_compiler_the_reference_writes_the_same(official, tmp_path, mo
     compiled = convert(official("b"), tmp_path / "compiled", Weights(weights), **options)
     monkeypatch.setattr(work.native, "available", False)
     clear = convert(official("b"), tmp_path / "clear", Weights(weights), workers=1, **options)
-    assert "the conversion runs the reference, about forty times slower; install gcc" in caplog.text
+    assert "the conversion runs the reference, ten to thirty times slower; install gcc" in caplog.text
     for path in compiled.rglob("*.safetensors"):
         assert path.read_bytes() == (clear / path.relative_to(compiled)).read_bytes()
 

@@ -33,6 +33,28 @@ class VisionConfig:
     downsample_ratio: int
 
 
+# What a model without candidates, Engram or draft blocks may leave out.
+ABSENT: dict[str, Any] = {
+    "candidate_source_layer_id": -1,
+    "candidate_topk_blocks": 0,
+    "candidate_block_size": 1,
+    "engram_layer_ids": (),
+    "engram_num_embeddings": (),
+    "engram_max_ngram_size": 1,
+    "engram_vocab_size": 0,
+    "engram_n_heads": 0,
+    "engram_head_dim": 0,
+    "engram_pad_token_id": 0,
+    "engram_compressed_vocab_size": 1,
+    "num_nextn_predict_layers": 0,
+    "dspark_block_size": 0,
+    "dspark_noise_token_id": 0,
+    "dspark_target_layer_ids": (),
+    "dspark_n_routed_experts": 0,
+    "dspark_num_experts_per_tok": 0,
+}
+
+
 @dataclass(frozen=True)
 class Config:
     """DeepSeek-V4.1 sizes, under the names of ``config.json``."""
@@ -98,8 +120,8 @@ class Config:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> Config:
         """From the nested dictionary of ``config.json``. Raises KeyError for a missing number."""
-        text, vision = config["text_config"], config.get("vision_config", {"num_hidden_layers": 0})
-        own: dict[str, Any] = {name: text[name] for name in cls.__dataclass_fields__ if name in text}
+        text, vision = config["text_config"], config.get("vision_config") or {"num_hidden_layers": 0}
+        own: dict[str, Any] = {**ABSENT, **{name: text[name] for name in cls.__dataclass_fields__ if name in text}}
         scaling = text["rope_scaling"]
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
         return cls(

@@ -1,9 +1,6 @@
-"""Every tensor of a conversion against its source, decoded by the reference's own codecs, a block of rows at a time."""
+"""Numbers: what no healthy checkpoint holds, and every tensor of a conversion against its source."""
 
 from __future__ import annotations
-
-import random
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -11,81 +8,59 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..quant import Checkpoint, Kind, TensorSpec, Weights
-from ..quant.checkpoint import expected_tensors
 from ..quant.inventory import GROUP, draft_copies
 from ..quant.plan import matrix_shape
 from ..quant.rotation import FILE as ROTATION_FILE
 from ..quant.rotation import Rotation, read_block, rotation_of
-from ..quant.work import Source
-from ..reference.numerics import decode_e2m1, decode_e8m0, spread
+from ..reference.numerics import decode_e8m0, power_of_two_scale
 from .report import Report, TensorError
+from .rows import Reader, blocks
 
-DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-BLOCK_ROWS = 32  # whole tiles of scales
-FULL_BLOCK = 1 << 22  # elements at a time when everything is compared
 BF16_STEP = 2.0**-8  # one step of BF16 at most, relative to the value
+SCALE_SLACK = 2.0**-7  # ours are the next BF16 number above absmax / 127, others' the nearest
 
 
-class Reader:
-    """Rows of tensors, by key.
-
-    Read, not mapped: safetensors maps a file writable for PyTorch, which Linux refuses for an Engram table (98 GB) on a
-    host with less memory than that.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._source = Source(checkpoint.directory)
-        self._locations = checkpoint.locations
-        stored = expected_tensors(checkpoint.config, checkpoint.layout, checkpoint.weights)
-        self._forms = {key: (DTYPES[item.dtype], matrix_shape(item.shape)) for key, item in stored.items()}
-
-    def rows(self, key: str, begin: int, end: int) -> Tensor:
-        """Rows as stored; a vector is one row."""
-        dtype, (rows, columns) = self._forms[key]
-        end, row_bytes = min(end, rows), self._locations[key].bytes // rows
-        data = self._source.read(self._locations[key], begin * row_bytes, (end - begin) * row_bytes)
-        return torch.from_numpy(data).view(dtype).view(end - begin, columns)
-
-    def source(self, spec: TensorSpec, begin: int, end: int) -> Tensor:
-        """Dequantised rows of the official layout, float32."""
-        weight, scale = self.rows(spec.name, begin, end), f"{spec.base}.scale"
-        if spec.kind is Kind.EXPERT:
-            return decode_e2m1(weight) * decode_e8m0(self.rows(scale, begin, end)).repeat_interleave(GROUP, 1)
-        if spec.kind is Kind.TABLE:
-            return weight.float() * decode_e8m0(self.rows(scale, begin, end)).repeat_interleave(GROUP, 1)
-        if spec.kind in (Kind.LINEAR, Kind.FLOAT_LINEAR):
-            factors = decode_e8m0(self.rows(scale, begin // GROUP, -(-end // GROUP)))
-            return weight.float() * spread(factors, (len(weight), weight.shape[1]), (GROUP, GROUP))
-        return weight.float()
+def check_values(checkpoint: Checkpoint, sample: int | None, report: Report, quiet: bool) -> None:
+    """Finite numbers, positive scales, no code -128, offsets of zero: true of every conversion, whatever its source."""
+    reader, problems, rows = Reader(checkpoint), [], 0
+    for key, (dtype, (count, columns)) in tqdm(reader.forms.items(), desc="values", unit=" tensors", disable=quiet):
+        for begin, end in blocks(count, columns, sample, key):
+            rows += end - begin
+            if problem := _wrong_values(key, dtype, reader, begin, end):
+                problems.append(f"{key}: {problem} in rows {begin} to {end - 1}")
+                break
+    report.add("values", problems, f"{len(reader.forms):,} tensors, {rows:,} rows: finite, no bad scales or offsets")
 
 
-def blocks(rows: int, columns: int, sample: int | None, seed: str) -> Iterator[tuple[int, int]]:
-    """Row ranges to compare: all of them, or ``sample`` blocks of 32 rows, the first, the last and random others."""
-    if sample is None:
-        step = max(FULL_BLOCK // columns // BLOCK_ROWS, 1) * BLOCK_ROWS
-        yield from ((begin, min(begin + step, rows)) for begin in range(0, rows, step))
-        return
-    count = -(-rows // BLOCK_ROWS)
-    chosen = {0, count - 1} if sample > 1 else set()
-    others = random.Random(seed)  # the same blocks in every run
-    while len(chosen) < min(sample, count):
-        chosen.add(others.randrange(count))
-    yield from ((block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, rows)) for block in sorted(chosen))
+def _wrong_values(key: str, dtype: torch.dtype, reader: Reader, begin: int, end: int) -> str:
+    values = reader.rows(key, begin, end)
+    if dtype is torch.int8:
+        scale = f"{key}_scale"
+        if scale not in reader.forms and not key.endswith(".engram.embed.weight"):
+            return ""  # packed FP4, where every byte has a meaning
+        if bool((values == -128).any()):
+            return "code -128, which symmetric quantisation does not have"
+        if scale in reader.forms:
+            empty = reader.rows(scale, begin, end) == 0
+            if bool((values.ne(0).any(1, keepdim=True) & empty).any()):
+                return "codes under a scale of 0"
+        return ""
+    numbers = decode_e8m0(values) if dtype is torch.float8_e8m0fnu else values.float()
+    if not bool(torch.isfinite(numbers).all()):
+        return "NaN or infinity"
+    if key.endswith("_offset") and bool(numbers.any()):
+        return "an offset that is not 0, which no reader adds"
+    if key.endswith((".weight_scale", ".engram.embed.scale")) and bool((numbers < 0).any()):
+        return "a negative scale"
+    return ""
 
 
 def compare(checkpoint: Checkpoint, against: Checkpoint, sample: int | None, report: Report, quiet: bool) -> None:
     """Fill ``report.tensors``; one finding for all. ``sample``: blocks of 32 rows per tensor, None for every row."""
     result, source = Reader(checkpoint), Reader(against)
     block = read_block(checkpoint.directory / ROTATION_FILE, checkpoint.config["text_config"]["hidden_size"])
-    jobs = [
-        (spec.name, spec, None if block is None else rotation_of(spec, checkpoint.config)) for spec in against.tensors
-    ]
+    rotations = [None if block is None else rotation_of(spec, checkpoint.config) for spec in against.tensors]
+    jobs = [(spec.name, spec, rotation) for spec, rotation in zip(against.tensors, rotations, strict=True)]
     by_name = {spec.name: spec for spec in against.tensors}
     jobs += [(copy.name, by_name[copy.source], None) for copy in draft_copies(checkpoint.config)]
     for name, spec, rotation in tqdm(jobs, desc="compare", unit=" tensors", disable=quiet):
@@ -114,13 +89,23 @@ def _compare(
         if rotation is not None and block is not None:
             norm = None if rotation.norm is None else source.rows(rotation.norm, 0, 1)[0].float()
             wanted = _turned(rotation, wanted, begin, norm, torch.from_numpy(block))
-        found, step, codes = _decode(name, spec, weights, result, begin, end)
-        if codes is not None:
-            max_code = max(max_code or 0, int(codes.to(torch.int16).abs().max()))
+        stored = result.rows(name, begin, end)
+        if weights is Weights.W8A8 and stored.dtype is torch.int8:
+            key = f"{spec.base}.scale" if spec.kind is Kind.TABLE else f"{name}_scale"
+            scale = result.rows(key, begin, end)
+            step = scale.repeat_interleave(GROUP, 1) if spec.kind is Kind.TABLE else scale
+            found = stored.float() * step
+            max_code = max(max_code or 0, int(stored.to(torch.int16).abs().max()))
+            problem = problem or _scale_problem(spec, rotation, wanted, scale, begin)
+            # a rotated value is computed in another order here: a tie may fall to the other side
+            limit, expected = step * (0.5001 if rotation is None else 0.51), "half a step of its scale"
+        else:
+            found = stored.float()
+            limit, expected = _float_limit(stored.dtype, rotation, wanted)
+        problem = problem or _value_problem(found, wanted, limit, expected, begin)
         squares += float(wanted.double().square().sum())
         errors += float((found - wanted).double().square().sum())
         compared += end - begin
-        problem = problem or _problem(spec, rotation, found, wanted, step, codes, begin)
     relative = (errors / squares) ** 0.5 if squares else float(errors > 0)
     return TensorError(name, spec.kind.name.lower(), compared, relative, max_code, problem)
 
@@ -135,46 +120,42 @@ def _turned(rotation: Rotation, values: Tensor, first_row: int, norm: Tensor | N
         values = (values.unflatten(1, (-1, len(block))) @ block).flatten(1)
     if rotation.rows_from is not None:
         start = max(rotation.rows_from - first_row, 0)
-        turned = block.T @ values[start:].unflatten(0, (-1, len(block)))
-        values = torch.cat((values[:start], turned.flatten(0, 1)))
+        if start < len(values):
+            turned = block.T @ values[start:].unflatten(0, (-1, len(block)))
+            values = torch.cat((values[:start], turned.flatten(0, 1)))
     return values
 
 
-def _decode(
-    name: str, spec: TensorSpec, weights: Weights | None, result: Reader, begin: int, end: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Values, and for INT8 the step of each and the codes."""
-    stored = result.rows(name, begin, end)
-    if weights is not Weights.W8A8 or stored.dtype is not torch.int8:
-        return stored.float(), None, None
+def _scale_problem(spec: TensorSpec, rotation: Rotation | None, wanted: Tensor, scale: Tensor, begin: int) -> str:
+    """A scale that the row, or the group, does not ask for; empty if there is none."""
     if spec.kind is Kind.TABLE:
-        step = result.rows(f"{spec.base}.scale", begin, end).repeat_interleave(GROUP, 1)
+        absmax = wanted.unflatten(1, (-1, GROUP)).abs().amax(-1)
+        right = torch.where(absmax > 0, power_of_two_scale(absmax, 127.0), 1.0)
+        good, expected = scale == right, right
     else:
-        step = result.rows(f"{name}_scale", begin, end)
-    return stored.float() * step, step, stored
+        expected = wanted.abs().amax(1, keepdim=True) / 127.0
+        slack = SCALE_SLACK + (0.0 if rotation is None else 1e-5)
+        good = (scale >= expected * (1 - slack)) & (scale <= expected * (1 + slack))
+        good |= (expected == 0) & torch.isfinite(scale) & (scale >= 0)  # any scale serves a row of zeros
+        good |= (expected < 2.0**-126) & (scale >= 0) & (scale <= 2.0**-125)  # steps of subnormal numbers are coarse
+    if bool(good.all()):
+        return ""
+    row, group = (int(i) for i in (~good).nonzero()[0])
+    found, wished = float(scale[row, group]), float(expected[row, group])
+    return f"the scale of row {begin + row} is {found:.6g}, the source asks for {wished:.6g}"
 
 
-def _problem(
-    spec: TensorSpec,
-    rotation: Rotation | None,
-    found: Tensor,
-    wanted: Tensor,
-    step: Tensor | None,
-    codes: Tensor | None,
-    begin: int,
-) -> str:
-    """What is wrong with these rows; empty if nothing."""
-    difference = (found - wanted).abs()
-    if step is not None and codes is not None:
-        if bool((codes == -128).any()):
-            return f"rows {begin} ff. hold code -128, which symmetric quantisation does not have"
-        # a rotated value is computed in another order here: a tie may fall to the other side
-        bad = difference > step * (0.5001 if rotation is None else 0.51)
-        expected = "half a step of its scale"
-    elif rotation is None:
-        bad, expected = difference > 0, "no difference"
-    else:
-        bad, expected = difference > wanted.abs() * BF16_STEP + wanted.abs().max() * 1e-5, "one BF16 rounding"
+def _float_limit(dtype: torch.dtype, rotation: Rotation | None, wanted: Tensor) -> tuple[Tensor, str]:
+    if rotation is None:
+        return torch.zeros(()), "no difference"
+    rounding = wanted.abs().max() * 1e-5  # of sums in another order
+    if dtype is torch.float32:
+        return rounding, "the same up to float32 rounding"
+    return wanted.abs() * BF16_STEP + rounding, "one BF16 rounding"
+
+
+def _value_problem(found: Tensor, wanted: Tensor, limit: Tensor, expected: str, begin: int) -> str:
+    bad = ~((found - wanted).abs() <= limit)  # NaN is bad
     if not bool(bad.any()):
         return ""
     row, column = (int(i) for i in bad.nonzero()[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,13 +56,18 @@ class Report:
         return all(finding.verdict != FAIL for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON types."""
-        return {"holds": self.holds, **asdict(self)}
+        """JSON types; a relative error that is not finite becomes None."""
+        result = {"holds": self.holds, **asdict(self)}
+        for tensor in result["tensors"]:
+            if not math.isfinite(tensor["relative_error"]):
+                tensor["relative_error"] = None
+        return result
 
     def print(self) -> None:
         """One line per finding, then errors by kind of tensor."""
         for finding in self.findings:
-            print(f"{finding.verdict}  {finding.check:12} {finding.detail}")
+            line = f"{finding.verdict}  {finding.check:12} {finding.detail}"
+            print(line.encode("utf-8", "backslashreplace").decode())  # file names may be anything
         kinds: dict[str, list[TensorError]] = {}
         for tensor in self.tensors:
             kinds.setdefault(tensor.kind, []).append(tensor)
@@ -77,4 +83,4 @@ class Report:
                 f"{kind:12} {len(tensors):8,} {sum(tensor.rows for tensor in tensors):12,} {mean:11.2e} "
                 f"{worst.relative_error:11.2e} {max(codes) if codes else '-':>8}  {worst.name}"
             )
-        print(f"\n{self.checkpoint}: {'everything holds' if self.holds else 'NOT as it must be'}")
+        print(f"\n{self.checkpoint}: {'everything checked holds' if self.holds else 'NOT as it must be'}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ..quant import Checkpoint, CheckpointError, Layout, open_checkpoint
 from ..quant.convert import open_source
 from . import manifest
 from .constants import check_constants
-from .numbers import compare
+from .numbers import check_values, compare
 from .report import Report
-from .state import check_config, check_rotation
+from .state import check_config, check_rotation, check_source
 from .structure import check_description, check_files, check_index, check_links
 
 SAMPLE = 2
-"""Blocks of 32 rows per tensor that are compared if not said otherwise."""
+"""Blocks of 32 rows per tensor that are looked at if not said otherwise."""
 
 
 def verify(
@@ -27,32 +28,45 @@ def verify(
 ) -> Report:
     """Check a checkpoint of either layout.
 
-    ``against``: the official checkpoint that it was converted from; ``sample``: blocks of 32 rows compared per
+    ``against``: the official checkpoint that it was converted from; ``sample``: blocks of 32 rows looked at per
     tensor, None for all; ``check_manifest``: file of ``sha256sum`` lines; ``quiet``: no progress bars.
-    Raises CheckpointError and ConfigError for a directory that is no checkpoint at all, or a bad ``against``;
-    everything else is a finding.
+    Raises CheckpointError and ConfigError for a directory that is no checkpoint at all, or a bad ``against`` or
+    ``check_manifest``; everything else is a finding.
     """
     directory = Path(directory)
     report = Report(str(directory))
     source = None if against is None else open_source(against)
+    if check_manifest is not None:
+        manifest.read(check_manifest)
     if directory.is_dir():
         check_links(directory, report)
     checkpoint = _open(directory, report)
     if checkpoint is not None:
-        check_files(checkpoint, report)
-        check_index(checkpoint, report)
-        check_constants(checkpoint, report)
-        check_config(checkpoint, report)
+        checks: dict[str, Callable[[Checkpoint, Report], None]] = {
+            "files": check_files,
+            "index": check_index,
+            "constants": check_constants,
+            "config": check_config,
+        }
         if checkpoint.layout is Layout.ASCEND:
-            check_description(checkpoint, report)
-            check_rotation(checkpoint, report)
-            if source is None:
-                report.skip("numbers", "no source given (--against)")
-            else:
-                _compare(checkpoint, source, sample, report, quiet)
+            checks |= {"labels": check_description, "rotation": check_rotation}
+        for name, check in checks.items():
+            _attempt(name, report, lambda check=check: check(checkpoint, report))  # type: ignore[misc]
+        _attempt("values", report, lambda: check_values(checkpoint, sample, report, quiet))
+        if checkpoint.layout is Layout.ASCEND:
+            _attempt("numbers", report, lambda: _numbers(checkpoint, source, sample, report, quiet))
     if check_manifest is not None:
-        manifest.check(directory, check_manifest, report, quiet)
+        path = check_manifest
+        _attempt("manifest", report, lambda: manifest.check(directory, path, report, quiet))
     return report
+
+
+def _attempt(name: str, report: Report, check: Callable[[], None]) -> None:
+    """A file that cannot be read fails its check, and the others' findings are kept."""
+    try:
+        check()
+    except (OSError, CheckpointError) as error:
+        report.add(name, [str(error)], "")
 
 
 def _open(directory: Path, report: Report) -> Checkpoint | None:
@@ -61,22 +75,22 @@ def _open(directory: Path, report: Report) -> Checkpoint | None:
         open_checkpoint(directory)  # raises: not a checkpoint
     try:
         checkpoint = open_checkpoint(directory)
-    except CheckpointError as error:
+    except (OSError, CheckpointError) as error:
         report.add("structure", [str(error)], "")
-        for check in ("files", "index", "constants", "config", "numbers"):
+        for check in ("files", "index", "constants", "config", "values", "numbers"):
             report.skip(check, "the structure must hold first")
         return None
-    weights = f" {checkpoint.weights.value}" if checkpoint.weights else ""
-    report.add(
-        "structure", [], f"{checkpoint.layout.value}{weights}: {len(checkpoint.files):,} tensors of the right form"
-    )
+    layout = checkpoint.layout.value + (f" {checkpoint.weights.value}" if checkpoint.weights else "")
+    report.add("structure", [], f"{layout}: {len(checkpoint.files):,} tensors of the right form")
     return checkpoint
 
 
-def _compare(checkpoint: Checkpoint, source: Checkpoint, sample: int | None, report: Report, quiet: bool) -> None:
-    mine, theirs = checkpoint.config["text_config"], source.config["text_config"]
-    differs = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
-    if differs:
-        report.add("numbers", [f"text_config differs from the source's in {', '.join(differs)}"], "")
-        return
-    compare(checkpoint, source, sample, report, quiet)
+def _numbers(
+    checkpoint: Checkpoint, source: Checkpoint | None, sample: int | None, report: Report, quiet: bool
+) -> None:
+    if source is None:
+        report.skip("numbers", "no source given (--against)")
+    elif check_source(checkpoint, source, report):
+        compare(checkpoint, source, sample, report, quiet)
+    else:
+        report.skip("numbers", "text_config is not the source's")

@@ -55,9 +55,8 @@ def side_files(directory: Path) -> list[Path]:
 def small_bytes(copied: list[Path], config: Mapping[str, Any], plan: Plan) -> int:
     """Room for everything but tensor data, generously."""
     names = sum(2 * len(stored.key) + 300 for file in plan.files for stored in file.tensors)  # headers, index, labels
-    return (
-        names + 4 * config["text_config"]["hidden_size"] ** 2 + sum(path.stat().st_size for path in copied) + (1 << 20)
-    )
+    matrix = 4 * int(config["text_config"]["hidden_size"]) ** 2
+    return int(names + matrix) + sum(path.stat().st_size for path in copied) + (1 << 20)
 
 
 def write_small_files(

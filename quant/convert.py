@@ -8,7 +8,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,26 +232,37 @@ def _write_weights(
     try:
         with ThreadPoolExecutor(1) as syncer:  # the disk is forced in the background, one file at a time
             syncing = {file: syncer.submit(sync, contents / file) for file in whole}
-            for step in run_steps(jobs, workers, checkpoint.directory, contents, weights):
-                journal.add(step.number)
-                progress.advance(step.bytes, step.pieces[-1].spec.name)
-                open_steps.subtract(step.files)
-                for file in step.files:
-                    if not open_steps[file]:
-                        syncing[file] = syncer.submit(sync, contents / file)
-                _note_synced(syncing, journal, plan, wait=False)
-            _note_synced(syncing, journal, plan, wait=True)
+            try:
+                for step in run_steps(jobs, workers, checkpoint.directory, contents, weights):
+                    journal.add(step.number)
+                    progress.advance(step.bytes, step.pieces[-1].spec.name)
+                    open_steps.subtract(step.files)
+                    for file in step.files:
+                        if not open_steps[file]:
+                            syncing[file] = syncer.submit(sync, contents / file)
+                    _note_synced(syncing, journal, plan)
+                wait(syncing.values())
+            finally:  # whatever ended the loop: a failure to write must not be lost, the system reports it once
+                for future in syncing.values():
+                    future.cancel()
+                wait(syncing.values())
+                _note_synced(syncing, journal, plan)
     finally:
         progress.end()
 
 
-def _note_synced(syncing: dict[str, Future[None]], journal: Journal, plan: Plan, wait: bool) -> None:
+def _note_synced(syncing: dict[str, Future[None]], journal: Journal, plan: Plan) -> None:
+    """Those that have ended, into the journal. Raises CheckpointError if one failed."""
+    failed: dict[str, BaseException] = {}
     for file, future in list(syncing.items()):
-        if wait or future.done():
-            try:
-                future.result()
-            except OSError as error:  # pages may be lost, and the system says so only once
-                journal.withdraw({step.number for step in plan.steps if file in step.files}, plan)
-                raise CheckpointError(f"{file}: cannot be written to the disk ({error.strerror}), {AGAIN}") from error
+        if not future.done() or future.cancelled():
+            continue
+        del syncing[file]
+        if (error := future.exception()) is None:
             journal.synced(file)
-            del syncing[file]
+        else:  # pages may be lost
+            journal.withdraw({step.number for step in plan.steps if file in step.files}, plan)
+            failed[file] = error
+    for file, error in failed.items():
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file}: cannot be written to the disk ({reason}), {AGAIN}") from error

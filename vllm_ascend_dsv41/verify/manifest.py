@@ -35,6 +35,7 @@ def digests(directory: Path, apart: Path, quiet: bool) -> dict[str, str]:
                 while data := file.read(CHUNK):
                     result.update(data)
                     bar.update(len(data))
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return result.hexdigest()
 
         return dict(zip((str(path.relative_to(directory)) for path in paths), pool.map(digest, paths), strict=True))

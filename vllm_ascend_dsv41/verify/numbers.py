@@ -29,6 +29,7 @@ def check_values(checkpoint: Checkpoint, sample: int | None, report: Report, qui
             if problem := _wrong_values(key, dtype, reader, begin, end):
                 problems.append(f"{key}: {problem} in rows {begin} to {end - 1}")
                 break
+        reader.release()
     report.add("values", problems, f"{len(reader.forms):,} tensors, {rows:,} rows: finite, no bad scales or offsets")
 
 
@@ -65,6 +66,8 @@ def compare(checkpoint: Checkpoint, against: Checkpoint, sample: int | None, rep
     jobs += [(copy.name, by_name[copy.source], None) for copy in draft_copies(checkpoint.config)]
     for name, spec, rotation in tqdm(jobs, desc="compare", unit=" tensors", disable=quiet):
         report.tensors.append(_compare(name, spec, rotation, checkpoint.weights, result, source, sample, block))
+        result.release()
+        source.release()
     problems = [f"{tensor.name}: {tensor.problem}" for tensor in report.tensors if tensor.problem]
     rows = sum(tensor.rows for tensor in report.tensors)
     extent = "every row" if sample is None else f"{rows:,} rows"

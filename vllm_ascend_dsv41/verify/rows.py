@@ -46,6 +46,10 @@ class Reader:
         data = self._source.read(self._locations[key], begin * row_bytes, (end - begin) * row_bytes)
         return torch.from_numpy(data).view(dtype).view(end - begin, columns)
 
+    def release(self) -> None:
+        """Let what was read leave the page cache."""
+        self._source.release()
+
     def source(self, spec: TensorSpec, begin: int, end: int) -> Tensor:
         """Dequantised rows of the official layout, float32."""
         weight, scale = self.rows(spec.name, begin, end), f"{spec.base}.scale"

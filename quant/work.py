@@ -44,6 +44,7 @@ class Source:
 
     def __post_init__(self) -> None:
         self._descriptors: dict[str, int] = {}
+        self._read: dict[str, tuple[int, int]] = {}  # by file: where reading has begun and ended since the last release
 
     def read(self, location: Location, offset: int, size: int) -> Array:
         """``size`` bytes of a tensor, from byte ``offset`` of its data on. Raises CheckpointError."""
@@ -53,6 +54,7 @@ class Source:
         try:
             if location.file not in self._descriptors:
                 if len(self._descriptors) >= OPEN_FILES:
+                    self.release()
                     os.close(self._descriptors.pop(next(iter(self._descriptors))))
                 self._descriptors[location.file] = os.open(path, os.O_RDONLY)
             descriptor = self._descriptors[location.file]
@@ -65,12 +67,15 @@ class Source:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read at byte {begin + done} ({error.strerror})") from error
+        first, last = self._read.get(location.file, (begin, begin))
+        self._read[location.file] = min(first, begin), max(last, begin + size)
         return out
 
     def release(self) -> None:
         """The page cache of a busy host belongs to others: nothing that was read is read again."""
-        for descriptor in self._descriptors.values():
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        for file, (first, last) in self._read.items():
+            os.posix_fadvise(self._descriptors[file], first, last - first, os.POSIX_FADV_DONTNEED)
+        self._read.clear()
 
     def close(self) -> None:
         """Close all files."""

@@ -49,7 +49,8 @@ class Bar:
 
 
 class Events:
-    """JSON objects on standard output: ``begin``, ``progress`` at most once a second, ``written``."""
+    """JSON objects on standard output: ``begin``, ``progress`` at most once a second, then ``written``, or
+    ``stopped`` if it was given up."""
 
     def begin(self, total: int, done: int) -> None:
         self._total, self._done, self._first, self._start, self._told = total, done, done, time.monotonic(), 0.0
@@ -72,7 +73,8 @@ class Events:
             )
 
     def end(self) -> None:
-        self._tell(event="written", done=self._done, total=self._total, seconds=time.monotonic() - self._start)
+        event = "written" if self._done == self._total else "stopped"
+        self._tell(event=event, done=self._done, total=self._total, seconds=time.monotonic() - self._start)
 
     @staticmethod
     def _tell(**values: Any) -> None:

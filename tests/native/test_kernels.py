@@ -25,7 +25,7 @@ def version(request):
     native.plain_only(False)
 
 
-def case(draw: Any, shape: tuple[int, int], tiles: tuple[int, int], finite: bool) -> tuple[Any, Any]:
+def case(draw: Any, shape: tuple[int, int], tiles: tuple[int, int]) -> tuple[Any, Any]:
     """Random bytes and scales: few distinct scales, as in a checkpoint, or any."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     weight = random.integers(0, 256, shape, dtype=np.uint8)
@@ -54,7 +54,7 @@ def agree(function: str, arguments: tuple[Any, ...], results: list[list[Any]]) -
 @settings(max_examples=150, deadline=None)
 def test_mxfp4(version, data, rows, groups):
     columns = groups * 32
-    weight, exponents = case(data.draw, (rows, columns // 2), (rows, groups), False)
+    weight, exponents = case(data.draw, (rows, columns // 2), (rows, groups))
     agree("int8_from_mxfp4", (weight, exponents), outputs(((rows, columns), np.int8), ((rows,), np.float32)))
     agree("float_from_mxfp4", (weight, exponents), outputs(((rows, columns), np.float32)))
 
@@ -62,7 +62,7 @@ def test_mxfp4(version, data, rows, groups):
 @given(st.data(), st.integers(1, 70), st.integers(1, 100))
 @settings(max_examples=150, deadline=None)
 def test_fp8_tiles(version, data, rows, columns):
-    weight, exponents = case(data.draw, (rows, columns), (-(-rows // 32), -(-columns // 32)), False)
+    weight, exponents = case(data.draw, (rows, columns), (-(-rows // 32), -(-columns // 32)))
     if data.draw(st.booleans()):
         weight[(weight & 0x7F) == 0x7F] = 0x7E
     agree("int8_from_fp8_tiles", (weight, exponents), outputs(((rows, columns), np.int8), ((rows,), np.float32)))
@@ -73,7 +73,7 @@ def test_fp8_tiles(version, data, rows, columns):
 @settings(max_examples=150, deadline=None)
 def test_engram_rows(version, data, rows, groups):
     dim = groups * 32
-    weight, exponents = case(data.draw, (rows, dim), (rows, groups), False)
+    weight, exponents = case(data.draw, (rows, dim), (rows, groups))
     if data.draw(st.booleans()):
         weight[(weight & 0x7F) == 0x7F] = 0x7E
     agree("engram_int8_from_fp8", (weight, exponents), outputs(((rows, dim), np.int8), ((rows, groups), np.float32)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from vllm_ascend_dsv41.quant import CheckpointError, Weights, convert, open_checkpoint, work
 from vllm_ascend_dsv41.quant.partial import partial_path
 
-from .interrupted import STEP, convert_module, digests, done_steps, run
+from .interrupted import STEP, Stop, convert_module, digests, done_steps, run
 
 
 def test_a_full_disk(official, uninterrupted, tmp_path, monkeypatch):
@@ -251,3 +252,15 @@ def test_output_that_nobody_reads(official, tmp_path):
     assert process.wait() == 0, error
     assert error == b""
     open_checkpoint(tmp_path / "out")
+
+
+def test_events_of_a_conversion_that_is_given_up(official, tmp_path, monkeypatch, capsys):
+    from vllm_ascend_dsv41.quant.progress import Events
+
+    path = official("a")
+    capsys.readouterr()
+    monkeypatch.setattr(work.Worker, "run", lambda *_: (_ for _ in ()).throw(Stop()))
+    with pytest.raises(Stop):
+        run(path, tmp_path / "out", workers=1, progress=Events())
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    assert events == ["begin", "stopped"]

@@ -1,8 +1,10 @@
-"""Conversions between number formats, compiled: a C library without Python or torch headers, called on numpy arrays.
+"""Conversions between number formats and Engram's hash and look-up, compiled: a C library without Python or torch
+headers, called on numpy arrays.
 
-Every function returns -1, or the index (row-major, of the beginning of its tile or group) of the first value that is
+Every conversion returns -1, or the index (row-major, of the beginning of its tile or group) of the first value that is
 not finite; what the outputs hold then is undefined. The processor must not be set to flush subnormals to zero.
-The clear definition of each function is the one of the same name in ``quant/reference.py``.
+The clear definition of each conversion is the function of the same name in ``quant/reference.py``; of the others, the
+operators in ``ops/engram.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Codes = NDArray[np.int8]
+Integers = NDArray[np.int64]
 
 GROUP = 32
+LOOKUP_BYTES = 8192  # as in formats.h
 
 
 class NativeMissingError(ImportError):
@@ -161,3 +165,41 @@ def float_from_bf16(values: NDArray[np.uint16], out: Floats) -> int:
     """Bits of BF16 numbers -> their values; the same shape."""
     _expect("float_from_bf16", values=(values, np.uint16, out.shape), out=(out, np.float32, values.shape))
     return _call("float_from_bf16", (values,), (values.size,), (out,))
+
+
+def engram_rows(
+    chunks: Integers, ids: Integers, rows: int, chunk_rows: int, groups: int, out: Floats | NDArray[np.uint16]
+) -> None:
+    """Dequantised rows of an INT8 table in memory: chunks [n, 2], the addresses of ``chunk_rows`` rows of codes and of
+    their float32 scales, ``groups`` a row; ids [count] -> out [count, dim], float32 or the bits of BF16, zeros for an id
+    not in [0, rows). The memory behind the addresses is trusted to be there."""
+    count, dim = out.shape
+    if not groups <= dim <= LOOKUP_BYTES:
+        raise ValueError(f"engram_rows: rows of {dim} codes with {groups} scales; {groups} to {LOOKUP_BYTES} are expected")
+    _expect(
+        "engram_rows",
+        chunks=(chunks, np.int64, (-(-rows // chunk_rows), 2)),
+        ids=(ids, np.int64, (count,)),
+        out=(out, np.float32 if out.dtype == np.float32 else np.uint16, (count, dim // groups * groups)),
+    )
+    kind = "float" if out.dtype == np.float32 else "bf16"
+    _call(f"engram_rows_{kind}", (chunks, ids), (count, rows, chunk_rows, dim, groups), (out,))
+
+
+def hash_ngrams(
+    ngrams: Integers, multipliers: Integers, primes: Integers, offsets: Integers, pad: int, out: Integers
+) -> None:
+    """ngrams [T, n], multipliers [layers, n], primes [layers, n - 1, heads], offsets [layers, (n - 1) heads] -> out
+    [layers, T, (n - 1) heads]."""
+    tokens, orders = ngrams.shape
+    layers, _, heads = primes.shape
+    columns = (orders - 1) * heads
+    _expect(
+        "hash_ngrams",
+        ngrams=(ngrams, np.int64, (tokens, orders)),
+        multipliers=(multipliers, np.int64, (layers, orders)),
+        primes=(primes, np.int64, (layers, orders - 1, heads)),
+        offsets=(offsets, np.int64, (layers, columns)),
+        out=(out, np.int64, (layers, tokens, columns)),
+    )
+    _call("hash_ngrams", (ngrams, multipliers, primes, offsets), (tokens, orders, layers, heads, pad), (out,))

@@ -7,7 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { GROUP = 32, INT8_LIMIT = 127, FP8_NAN = 0x7f, E8M0_NAN = 255 };
+enum { GROUP = 32, INT8_LIMIT = 127, FP8_NAN = 0x7f, E8M0_NAN = 255, BF16_NAN = 0x7fc0 };
+enum { CACHE_LINE = 64, AHEAD = 16 /* rows fetched before their turn */, LOOKUP_BYTES = 8192 /* of codes in a batch */ };
 
 static inline float float_of_bits(uint32_t bits) {
     float value;
@@ -69,5 +70,8 @@ static inline uint16_t bf16(float value) {
     const uint32_t bits = bits_of_float(value);
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
+
+/* Of any value: NaN must not round into a number. */
+static inline uint16_t bf16_or_nan(float value) { return value == value ? bf16(value) : BF16_NAN; }
 
 #endif

@@ -1,5 +1,6 @@
-/* Conversions between number formats, bit-identical on every processor (compiled with -ffp-contract=off).
-   Plain C; the clear definition of each is in quant/reference.py, and tests hold the two together. */
+/* Conversions between number formats and Engram's hash and look-up, bit-identical on every processor (compiled with
+   -ffp-contract=off). Plain C; the clear definitions are in quant/reference.py and ops/engram.py, and tests hold them
+   together. */
 
 #include "formats.h"
 #include "vectors.h"
@@ -13,17 +14,20 @@
 #define LOOKUP lookup_nibbles_plain
 #define ANY or_nibbles_plain
 #endif
+#define SCALE_EXACTLY scale_exactly_plain
 #include "kernels_body.h"
 #undef TARGET
 #undef NAME
 #undef LOOKUP
 #undef ANY
+#undef SCALE_EXACTLY
 
 #if defined(__x86_64__)
 #define TARGET AVX2
 #define NAME(function) function##_avx2
 #define LOOKUP lookup_nibbles_avx2
 #define ANY or_nibbles_avx2
+#define SCALE_EXACTLY scale_exactly_avx2
 #include "kernels_body.h"
 static int plain_only; /* set by tests, so that both versions run on one machine */
 #define CALL(function, ...) \
@@ -75,4 +79,20 @@ EXPORT int64_t dsv41_bf16_from_float(const float *values, int64_t count, uint16_
 
 EXPORT int64_t dsv41_float_from_bf16(const uint16_t *values, int64_t count, float *out) {
     return CALL(float_from_bf16, values, count, out);
+}
+
+EXPORT int64_t dsv41_engram_rows_bf16(const int64_t (*chunks)[2], const int64_t *ids, int64_t count, int64_t rows,
+                                      int64_t chunk_rows, int64_t dim, int64_t groups, uint16_t *out) {
+    return CALL(engram_rows_bf16, chunks, ids, count, rows, chunk_rows, dim, groups, out);
+}
+
+EXPORT int64_t dsv41_engram_rows_float(const int64_t (*chunks)[2], const int64_t *ids, int64_t count, int64_t rows,
+                                       int64_t chunk_rows, int64_t dim, int64_t groups, float *out) {
+    return CALL(engram_rows_float, chunks, ids, count, rows, chunk_rows, dim, groups, out);
+}
+
+EXPORT int64_t dsv41_hash_ngrams(const int64_t *ngrams, const int64_t *multipliers, const int64_t *primes,
+                                 const int64_t *offsets, int64_t tokens, int64_t orders, int64_t layers, int64_t heads,
+                                 int64_t pad, int64_t *out) {
+    return CALL(hash_ngrams, ngrams, multipliers, primes, offsets, tokens, orders, layers, heads, pad, out);
 }

@@ -1,9 +1,9 @@
 /* Bodies of the kernels, included once per instruction set with
      TARGET          function attribute of the set,
      NAME(function)  the function's name in the set,
-     LOOKUP, ANY     lookup_nibbles and or_nibbles of the set.
-   All return -1, or the index of the first element (in row-major order of its group or tile) that is not finite.
-   Two passes per row: the first finds the largest magnitude, the second writes; the row stays in the first-level cache. */
+     LOOKUP, ANY, SCALE_EXACTLY   lookup_nibbles, or_nibbles and scale_exactly of the set.
+   The conversions return -1, or the index of the first element (in row-major order of its group or tile) that is not
+   finite. Two passes per row: the first finds the largest magnitude, the second writes; the row stays in the first-level cache. */
 
 /* Magnitudes of E2M1, doubled: integers, so that the largest of a group is one bit scan away. */
 static const uint8_t NAME(doubled)[8] = {0, 1, 2, 3, 4, 6, 8, 12};
@@ -205,6 +205,96 @@ TARGET static int64_t NAME(float_from_bf16)(const uint16_t *values, int64_t coun
     for (int64_t i = 0; i < count; i++) {
         if ((values[i] & 0x7f80) == 0x7f80) return i;
         out[i] = float_of_bits((uint32_t)values[i] << 16);
+    }
+    return -1;
+}
+
+/* A code times a power of two has seven significant bits at most: BF16 holds it as it is. Of other products one is NaN
+   only where the scale is not finite, which is asked once for all of a group. */
+TARGET static inline void NAME(bf16_of_codes)(const int8_t *restrict codes, float scale, int64_t count,
+                                              uint16_t *restrict out) {
+    const uint32_t bits = bits_of_float(scale);
+    if (count == GROUP && !(bits & 0x7fffffu) && (bits >> 23) - 1 < 254u)
+        SCALE_EXACTLY(codes, scale, out);
+    else if (fabsf(scale) <= FLT_MAX)
+        for (int64_t i = 0; i < count; i++) out[i] = bf16((float)codes[i] * scale);
+    else
+        for (int64_t i = 0; i < count; i++) out[i] = bf16_or_nan((float)codes[i] * scale);
+}
+
+TARGET static inline void NAME(float_of_codes)(const int8_t *restrict codes, float scale, int64_t count,
+                                               float *restrict out) {
+    if (count == GROUP)
+        for (int i = 0; i < GROUP; i++) out[i] = (float)codes[i] * scale;
+    else
+        for (int64_t i = 0; i < count; i++) out[i] = (float)codes[i] * scale;
+}
+
+/* Copies rows of a batch to the first-level cache, so that the processor waits for several at once, and fetches later
+   ones. (GCC 12 takes a function of nothing but prefetches for one without effect and leaves its calls out.) */
+TARGET static inline void NAME(copy_rows)(const int64_t (*chunks)[2], const int64_t *ids, int64_t count, int64_t known,
+                                          int64_t rows, int64_t chunk_rows, int64_t dim, int64_t groups,
+                                          int8_t *restrict codes, float *restrict scales) {
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t later = k + AHEAD < known ? ids[k + AHEAD] : -1;
+        if ((uint64_t)later < (uint64_t)rows) {
+            const int64_t chunk = later / chunk_rows, row = later - chunk * chunk_rows;
+            const char *const place = (const char *)(uintptr_t)chunks[chunk][0] + row * dim;
+            for (int64_t i = 0; i < dim; i += CACHE_LINE) __builtin_prefetch(place + i);
+            __builtin_prefetch((const float *)(uintptr_t)chunks[chunk][1] + row * groups);
+        }
+        if ((uint64_t)ids[k] >= (uint64_t)rows) continue;
+        const int64_t chunk = ids[k] / chunk_rows, row = ids[k] - chunk * chunk_rows;
+        memcpy(codes + k * dim, (const int8_t *)(uintptr_t)chunks[chunk][0] + row * dim, (size_t)dim);
+        memcpy(scales + k * groups, (const float *)(uintptr_t)chunks[chunk][1] + row * groups,
+               (size_t)groups * sizeof *scales);
+    }
+}
+
+#define ENGRAM_ROWS(function, type, convert)                                                                           \
+    TARGET static int64_t NAME(function)(const int64_t(*chunks)[2], const int64_t *ids, int64_t count, int64_t rows,   \
+                                         int64_t chunk_rows, int64_t dim, int64_t groups, type *out) {                 \
+        int8_t codes[LOOKUP_BYTES];                                                                                    \
+        float scales[LOOKUP_BYTES];                                                                                    \
+        const int64_t size = dim / groups, batch = LOOKUP_BYTES / dim;                                                 \
+        for (; count > 0; count -= batch, ids += batch) {                                                              \
+            const int64_t now = count < batch ? count : batch;                                                         \
+            NAME(copy_rows)(chunks, ids, now, count, rows, chunk_rows, dim, groups, codes, scales);                    \
+            for (int64_t k = 0; k < now; k++, out += dim)                                                              \
+                if ((uint64_t)ids[k] >= (uint64_t)rows)                                                                \
+                    memset(out, 0, (size_t)dim * sizeof *out);                                                         \
+                else                                                                                                   \
+                    for (int64_t g = 0; g < groups; g++)                                                               \
+                        NAME(convert)(codes + k * dim + g * size, scales[k * groups + g], size, out + g * size);       \
+        }                                                                                                              \
+        return -1;                                                                                                     \
+    }
+
+ENGRAM_ROWS(engram_rows_bf16, uint16_t, bf16_of_codes)
+ENGRAM_ROWS(engram_rows_float, float, float_of_codes)
+#undef ENGRAM_ROWS
+
+/* Rolling exclusive or of wrapping products, reduced by the prime of each head: remainders are never negative. */
+TARGET static int64_t NAME(hash_ngrams)(const int64_t *ngrams, const int64_t *multipliers, const int64_t *primes,
+                                        const int64_t *offsets, int64_t tokens, int64_t orders, int64_t layers,
+                                        int64_t heads, int64_t pad, int64_t *out) {
+    const int64_t columns = (orders - 1) * heads;
+    for (int64_t layer = 0; layer < layers; layer++) {
+        const int64_t *const multiplier = multipliers + layer * orders, *const offset = offsets + layer * columns;
+        const int64_t *const prime = primes + layer * columns;
+        for (int64_t token = 0; token < tokens; token++, out += columns) {
+            const int64_t *const ids = ngrams + token * orders;
+            int dead = ids[0] < 0;
+            uint64_t rolling = (uint64_t)(dead ? pad : ids[0]) * (uint64_t)multiplier[0];
+            for (int64_t back = 1; back < orders; back++) {
+                dead |= ids[back] < 0;
+                rolling ^= (uint64_t)(dead ? pad : ids[back]) * (uint64_t)multiplier[back];
+                for (int64_t column = (back - 1) * heads; column < back * heads; column++) {
+                    const int64_t rest = (int64_t)rolling % prime[column];
+                    out[column] = rest + (rest < 0 ? prime[column] : 0) + offset[column];
+                }
+            }
+        }
     }
     return -1;
 }

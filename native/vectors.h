@@ -2,8 +2,7 @@
 #ifndef DSV41_VECTORS_H
 #define DSV41_VECTORS_H
 
-#include <stdint.h>
-#include <string.h>
+#include "formats.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -31,6 +30,11 @@ static inline uint8_t or_nibbles_plain(const uint8_t table[16], const uint8_t pa
     return any;
 }
 
+/* The upper halves of the 32 products, which are exact BF16 numbers. */
+static inline void scale_exactly_plain(const int8_t codes[32], float scale, uint16_t out[32]) {
+    for (int i = 0; i < 32; i++) out[i] = (uint16_t)(bits_of_float((float)codes[i] * scale) >> 16);
+}
+
 static inline uint8_t or_bytes(uint64_t low, uint64_t high) {
     low |= high;
     low |= low >> 32;
@@ -56,6 +60,20 @@ AVX2 static inline uint8_t or_nibbles_avx2(const uint8_t table[16], const uint8_
     const __m128i high = _mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
     const __m128i any = _mm_or_si128(low, high);
     return or_bytes((uint64_t)_mm_cvtsi128_si64(any), (uint64_t)_mm_extract_epi64(any, 1));
+}
+
+AVX2 static inline __m256i upper_halves_avx2(const int8_t codes[8], __m256 scale) {
+    const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes));
+    return _mm256_srli_epi32(_mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(wide), scale)), 16);
+}
+
+AVX2 static inline void scale_exactly_avx2(const int8_t codes[32], float scale, uint16_t out[32]) {
+    const __m256 factor = _mm256_set1_ps(scale);
+    for (int i = 0; i < 32; i += 16) {
+        const __m256i low = upper_halves_avx2(codes + i, factor), high = upper_halves_avx2(codes + i + 8, factor);
+        const __m256i mixed = _mm256_packus_epi32(low, high); /* packs within each half of the register */
+        _mm256_storeu_si256((__m256i *)(out + i), _mm256_permute4x64_epi64(mixed, 0xd8));
+    }
 }
 
 #elif defined(__aarch64__)

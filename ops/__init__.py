@@ -2,7 +2,7 @@
 
 from .cache import gather_rows, paged_slots, scatter_rows
 from .compressor import pool_pairs
-from .engram import DEAD, engram_inject, engram_lookup, hash_ngrams
+from .engram import DEAD, engram_inject, engram_lookup, engram_lookup_mapped, hash_ngrams
 from .hyper_connections import hc_coefficients, hc_collapse, hc_expand
 from .indexer import select_rows
 from .linear import float_linear, grouped_linear
@@ -20,6 +20,7 @@ __all__ = [
     "apply_rope",
     "engram_inject",
     "engram_lookup",
+    "engram_lookup_mapped",
     "float_linear",
     "gather_rows",
     "grouped_linear",

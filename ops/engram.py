@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
+from .. import native
+from ..native.threads import spread
 from .registry import operator
 
 DEAD = -1  # compressed id of a token that hides itself and everything before it
@@ -44,6 +48,34 @@ def engram_lookup(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch
 
 
 @operator
+def engram_lookup_mapped(
+    addresses: Tensor, ids: Tensor, rows: int, chunk_rows: int, dim: int, groups: int, dtype: torch.dtype
+) -> Tensor:
+    """As ``engram_lookup``, from memory that is no tensor of the device: host memory registered for it.
+
+    addresses: [chunks, 2] int64, where ``chunk_rows`` rows of codes lie and their scales, as the device of ``addresses``
+    sees them; ids [T, columns] int64; ``groups`` scales a row, 0 for a BF16 table -> [T, columns, dim] in ``dtype``.
+    This reference reads host memory: it serves a device whose addresses are the host's.
+    """
+    result = torch.zeros(*ids.shape, dim, dtype=dtype, device=ids.device)
+    for chunk, (codes_at, scale_at) in enumerate(addresses.tolist()):
+        first = chunk * chunk_rows
+        count = min(chunk_rows, rows - first)
+        inside = (ids >= first) & (ids < first + count)
+        codes = _at(codes_at, torch.int8 if groups else torch.bfloat16, count, dim)
+        scale = _at(scale_at, torch.float32, count, groups) if groups else None
+        result[inside] = engram_lookup.implementations["reference"](codes, scale, ids[inside] - first, dtype)
+    return result
+
+
+def _at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """The host memory at an address, as a tensor."""
+    count = shape[0] * shape[1]
+    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype).view(shape)
+
+
+@operator
 def engram_inject(
     streams: Tensor, kv: Tensor, qk_weight: Tensor, dead: Tensor, eps: float, rotation: Tensor | None = None
 ) -> Tensor:
@@ -62,3 +94,53 @@ def engram_inject(
     gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
     gate = gate.masked_fill(dead[:, None], 0.0)
     return torch.addcmul(x, gate[..., None], kv[:, None, hc * dim :].float()).to(streams.dtype)
+
+
+# ---- cpu: the compiled look-up and hash ------------------------------------------------------------------------------
+
+PARALLEL_FROM = 1 << 19  # values; less is done before a second thread has woken up
+
+
+def _look_up(
+    addresses: Tensor, ids: Tensor, rows: int, chunk_rows: int, dim: int, groups: int, dtype: torch.dtype
+) -> Tensor:
+    result = torch.empty(ids.numel(), dim, dtype=dtype)
+    flat, chunks = ids.flatten().contiguous().numpy(), addresses.contiguous().numpy()
+    out = result.numpy() if dtype is torch.float32 else result.view(torch.uint16).numpy()
+
+    def part(begin: int, end: int) -> None:
+        native.engram_rows(chunks, flat[begin:end], rows, chunk_rows, groups, out[begin:end])
+
+    spread(part, len(flat), torch.get_num_threads() if result.numel() >= PARALLEL_FROM else 1)
+    return result.view(*ids.shape, dim)
+
+
+def _lookup_cpu(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    compiled = scale is not None and table.is_contiguous() and scale.is_contiguous() and len(table)
+    if not compiled or dtype not in (torch.float32, torch.bfloat16):
+        return engram_lookup.implementations["reference"](table, scale, ids, dtype)
+    assert scale is not None
+    addresses = torch.tensor([[table.data_ptr(), scale.data_ptr()]])
+    return _look_up(addresses, ids, len(table), len(table), table.shape[1], scale.shape[1], dtype)
+
+
+def _lookup_mapped_cpu(
+    addresses: Tensor, ids: Tensor, rows: int, chunk_rows: int, dim: int, groups: int, dtype: torch.dtype
+) -> Tensor:
+    if not groups or dtype not in (torch.float32, torch.bfloat16):
+        return engram_lookup_mapped.implementations["reference"](addresses, ids, rows, chunk_rows, dim, groups, dtype)
+    return _look_up(addresses, ids, rows, chunk_rows, dim, groups, dtype)
+
+
+def _hash_cpu(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad: int) -> Tensor:
+    layers, orders, heads = primes.shape
+    result = torch.empty(layers, len(ngrams), orders * heads, dtype=torch.int64)
+    constants = (constant.contiguous().numpy() for constant in (multipliers, primes, offsets))
+    native.hash_ngrams(ngrams.contiguous().numpy(), *constants, pad, result.numpy())
+    return result
+
+
+if native.available:
+    engram_lookup.register("cpu")(_lookup_cpu)
+    engram_lookup_mapped.register("cpu")(_lookup_mapped_cpu)
+    hash_ngrams.register("cpu")(_hash_cpu)

@@ -18,13 +18,15 @@ from . import rope
 
 @dataclass
 class Example:
-    """Arguments of one call. ``mutated``: the argument that the call writes to, compared afterwards."""
+    """Arguments of one call. ``mutated``: the argument that the call writes to, compared afterwards; ``kept``: memory
+    that an argument holds the address of."""
 
     operator: str
     title: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     mutated: int | None = None
+    kept: tuple[Tensor, ...] = ()
 
 
 class _Maker:
@@ -175,6 +177,11 @@ def _engram(m: _Maker) -> Iterator[Example]:
     scale = torch.exp2(m.integers(-9, 2, 50, 2).float())
     yield Example("engram_lookup", "INT8, ids outside the shard", (m.int8(50, 64), scale, ids, m.dtype))
     yield Example("engram_lookup", "float", (m.normal(50, 64), None, ids, m.dtype))
+    if m.device == "cpu":  # elsewhere the reference cannot read the memory, and storage has its own probe
+        codes, factors = m.int8(50, 64), torch.exp2(m.integers(-9, 2, 50, 2).float())
+        starts = [[codes[row:].data_ptr(), factors[row:].data_ptr()] for row in range(0, 50, 16)]
+        mapped = (torch.tensor(starts), ids, 50, 16, 64, 2, m.dtype)
+        yield Example("engram_lookup_mapped", "chunks of 16 rows", mapped, kept=(codes, factors))
     dead = torch.arange(13, device=m.device) == 4
     arguments = (m.normal(13, 4, 96), m.normal(13, 5 * 96), m.f32(4, 96), dead, 1e-20)
     yield Example("engram_inject", "with a dead token", arguments)

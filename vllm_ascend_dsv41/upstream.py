@@ -24,11 +24,17 @@ NAMES = {
     "CpuCommunicator": "vllm.distributed.device_communicators.cpu_communicator",
     "ModelRegistry": "vllm",
     "VllmConfig": "vllm.config",
+    "EngramConfig": "vllm.config.engram",
+    "MODELS_CONFIG_MAP": "vllm.model_executor.models.config",
+    "config": "vllm.config.utils",
     "get_current_vllm_config": "vllm.config",
     "init_logger": "vllm.logger",
     # parallel state
+    "get_dp_group": "vllm.distributed",
+    "get_engram_dp_group": "vllm.distributed.parallel_state",
     "get_tensor_model_parallel_rank": "vllm.distributed",
     "get_tensor_model_parallel_world_size": "vllm.distributed",
+    "get_world_group": "vllm.distributed",
     "tensor_model_parallel_all_gather": "vllm.distributed",
     # key-value cache
     "AttentionBackend": "vllm.v1.attention.backend",

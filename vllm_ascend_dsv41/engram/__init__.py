@@ -1,7 +1,28 @@
-"""Engram: hashing of n-grams, storage of the tables, loading."""
+"""Engram: hashing of n-grams; storage, loading and look-up of the tables."""
 
+from .acl import Acl, AclError
 from .hashing import NgramHash
-from .loader import load_table
-from .storage import HostTable, TableShard
+from .options import EngramOptionError, EngramOptions
+from .peers import PeerError, Peers
+from .prefetch import Pending, Prefetcher
+from .sharding import EngramShardError, TableShard, check_columns
+from .storage import Table
+from .tables import EngramTables, Place
 
-__all__ = ["HostTable", "NgramHash", "TableShard", "load_table"]
+__all__ = [
+    "Acl",
+    "AclError",
+    "EngramOptionError",
+    "EngramOptions",
+    "EngramShardError",
+    "EngramTables",
+    "NgramHash",
+    "PeerError",
+    "Peers",
+    "Pending",
+    "Place",
+    "Prefetcher",
+    "Table",
+    "TableShard",
+    "check_columns",
+]

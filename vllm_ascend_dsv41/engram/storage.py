@@ -1,50 +1,191 @@
-"""Where an Engram table lives."""
+"""Where an Engram table lives: four kinds behind one interface.
+
+    DeviceTable       memory of the device
+    RegisteredTable   host memory that the device reads itself, private to the rank or shared by ranks of a node
+    HostTable         host memory for a device that is the CPU; likewise private or shared
+
+A table has two parts, named as the checkpoint names them: ``weight`` [rows, dim], INT8 codes or BF16, and ``scale``
+[rows, groups] float32, which BF16 tables lack.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..ops import engram_lookup
+from ..ops import engram_lookup, engram_lookup_mapped
+from .acl import Acl
+from .memory import HUGE_PAGE, Bytes, HostMemory
+from .registration import Registration
+from .sharding import TableShard
+
+STAGING = 16 << 20  # bytes on their way to device memory
+OFFSET_LIMIT = 1 << 31  # what a kernel adds to a block's address is 32 bits wide
 
 
-@dataclass(frozen=True)
-class TableShard:
-    """The part of a table that one rank owns: whole hash columns, hence neighbouring rows."""
-
-    first_column: int
-    columns: int
-    first_row: int
-    rows: int
-    dim: int
-
-    @classmethod
-    def of(cls, primes: Tensor, dim: int, rank: int, ranks: int) -> TableShard:
-        """Shard ``rank`` of ``ranks``; primes: bucket counts of one layer, any shape. Raises ValueError."""
-        sizes = primes.flatten().tolist()
-        if len(sizes) % ranks:
-            raise ValueError(
-                f"{len(sizes)} Engram hash columns cannot be divided among {ranks} ranks; "
-                "use a tensor-parallel size that divides them"
-            )
-        columns = len(sizes) // ranks
-        first = rank * columns
-        return cls(first, columns, sum(sizes[:first]), sum(sizes[first : first + columns]), dim)
+def part_bytes(dim: int, groups: int) -> dict[str, int]:
+    """Part -> bytes of a row. ``groups``: scales of a row, 0 for BF16."""
+    return {"weight": dim, "scale": groups * 4} if groups else {"weight": dim * 2}
 
 
-class HostTable:
-    """Rows in plain host memory, zero until loaded.
+def block_rows(dim: int, groups: int, chunk: int) -> int:
+    """Rows of a block: at most ``chunk`` bytes of codes, in whole huge pages of each part (at least one such)."""
+    sizes = part_bytes(dim, groups).values()
+    unit = math.lcm(*(HUGE_PAGE // math.gcd(HUGE_PAGE, size) for size in sizes))
+    rows = max(1, min(chunk, OFFSET_LIMIT - 1) // (unit * max(sizes))) * unit
+    if rows * max(sizes) >= OFFSET_LIMIT:
+        raise ValueError(f"Engram rows of {dim} values with {groups} scales: {unit} rows fill no huge pages below 2 GiB")
+    return rows
 
-    ``codes`` [rows, dim] int8 with ``scale`` [rows, groups] float32, or BF16 without scale.
-    """
 
-    def __init__(self, shard: TableShard, dtype: torch.dtype, groups: int = 0) -> None:
-        self.shard = shard
-        self.codes = torch.zeros(shard.rows, shard.dim, dtype=dtype)
-        self.scale = torch.zeros(shard.rows, groups, dtype=torch.float32) if groups else None
+class Table(ABC):
+    """One rank's rows of one table. Zero until loaded."""
+
+    kind: ClassVar[str]
+    concurrent: ClassVar[bool] = True
+    """Whether ``spans`` may be filled in any order and by several threads."""
+
+    def __init__(self, shard: TableShard, groups: int) -> None:
+        self.shard, self.groups = shard, groups
+
+    @property
+    def part_sizes(self) -> dict[str, int]:
+        """Part -> its bytes on this rank."""
+        return {part: size * self.shard.rows for part, size in part_bytes(self.shard.dim, self.groups).items()}
+
+    @abstractmethod
+    def spans(self, part: str) -> Iterator[tuple[int, Bytes]]:
+        """(offset in the part, memory to be filled from there): all of a part, once."""
+
+    @abstractmethod
+    def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the whole table [T, columns] int64 -> [T, columns, dim] in ``dtype``; zeros for those not here."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back, which nothing may use any more. May be called again, also after it failed."""
+
+    def placement(self) -> dict[int, int]:
+        """NUMA node -> bytes there, of host memory."""
+        return {}
+
+
+class DeviceTable(Table):
+    """Rows in memory of the device, which may be the CPU."""
+
+    kind = "device memory"
+    concurrent = False
+
+    def __init__(self, shard: TableShard, groups: int, device: torch.device) -> None:
+        super().__init__(shard, groups)
+        dtype = torch.int8 if groups else torch.bfloat16
+        self.codes: Tensor | None = torch.zeros(shard.rows, shard.dim, dtype=dtype, device=device)
+        self.scale = torch.zeros(shard.rows, groups, dtype=torch.float32, device=device) if groups else None
+
+    def spans(self, part: str) -> Iterator[tuple[int, Bytes]]:
+        place = self.codes if part == "weight" else self.scale
+        assert place is not None
+        flat = place.view(torch.uint8).flatten()
+        staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8)
+        for begin in range(0, len(flat), STAGING):
+            now = staging[: len(flat) - begin]
+            yield begin, now.numpy()
+            flat[begin : begin + len(now)] = now
 
     def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Table rows [T, columns] int64, of this shard's columns -> [T, columns, dim] in ``dtype``."""
+        assert self.codes is not None
         return engram_lookup(self.codes, self.scale, rows - self.shard.first_row, dtype)
+
+    def close(self) -> None:
+        self.codes = self.scale = None
+
+
+class _HostMemoryTable(Table):
+    """Rows in blocks of host memory, by part."""
+
+    def __init__(self, shard: TableShard, groups: int, memory: Mapping[str, HostMemory]) -> None:
+        super().__init__(shard, groups)
+        self.memory = dict(memory)
+
+    def spans(self, part: str) -> Iterator[tuple[int, Bytes]]:
+        at, left = 0, self.part_sizes[part]
+        for block in self.memory[part].blocks:
+            used = block[:left]
+            yield at, used
+            at, left = at + len(used), left - len(used)
+
+    def placement(self) -> dict[int, int]:
+        total: dict[int, int] = {}
+        for memory in self.memory.values():
+            for node, size in memory.placement().items():
+                total[node] = total.get(node, 0) + size
+        return dict(sorted(total.items()))
+
+    def close(self) -> None:
+        for memory in self.memory.values():
+            memory.close()
+
+
+class HostTable(_HostMemoryTable):
+    """Rows that the CPU looks up itself."""
+
+    kind = "host memory"
+
+    def __init__(self, shard: TableShard, groups: int, memory: Mapping[str, HostMemory]) -> None:
+        super().__init__(shard, groups, memory)
+        self._block_rows = memory["weight"].block // part_bytes(shard.dim, groups)["weight"]
+        self._addresses = self._table({part: part_memory.addresses for part, part_memory in memory.items()})
+
+    def _table(self, addresses: Mapping[str, list[int]]) -> Tensor:
+        """[blocks, 2] int64, as ``engram_lookup_mapped`` takes it."""
+        weight = addresses["weight"]
+        return torch.tensor(list(zip(weight, addresses.get("scale", [0] * len(weight)), strict=True)))
+
+    def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if not len(self._addresses):
+            raise RuntimeError(f"the Engram table in {self.kind} is not open")
+        own, shard = rows - self.shard.first_row, self.shard
+        shape = shard.rows, self._block_rows, shard.dim, self.groups
+        return engram_lookup_mapped(self._addresses, own, *shape, dtype)
+
+    def close(self) -> None:
+        self._addresses = self._addresses[:0]
+        super().close()
+
+
+class RegisteredTable(HostTable):
+    """Rows that the device reads from host memory, once ``open`` has registered it."""
+
+    kind = "registered host memory"
+
+    def __init__(
+        self, shard: TableShard, groups: int, memory: Mapping[str, HostMemory], acl: Acl, device: torch.device
+    ) -> None:
+        super().__init__(shard, groups, memory)
+        self._device, self._addresses = device, self._addresses[:0]
+        self._registrations = {part: Registration(acl, part_memory) for part, part_memory in memory.items()}
+
+    def open(self) -> None:
+        """Register all parts for the device that this thread has set. Raises AclError; nothing stays registered then."""
+        try:
+            for registration in self._registrations.values():
+                registration.open()
+        except BaseException:
+            self._unregister()
+            raise
+        addresses = {part: registration.addresses for part, registration in self._registrations.items()}
+        self._addresses = self._table(addresses).to(self._device)
+
+    def _unregister(self) -> None:
+        self._addresses = self._addresses[:0]
+        for registration in reversed(self._registrations.values()):
+            registration.close()
+
+    def close(self) -> None:
+        self._unregister()  # before the memory goes
+        super().close()

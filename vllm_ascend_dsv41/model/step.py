@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..cache import RowMetadata
+from ..engram import Pending
 from ..ops import rope_cos_sin, rope_frequencies
 
 
@@ -56,7 +57,7 @@ class Step:
     dead: Tensor  # [T] bool: image tokens
     metadata: dict[str, RowMetadata] | None
     frequencies: Rope
-    engram_rows: Tensor | None = None  # [Engram layers, T, columns] int64
+    engram: list[Pending] = field(default_factory=list)  # a look-up for every Engram layer
     selected: Tensor | None = None  # [T, index_topk] int32
     candidates: Tensor | None = None  # [T, candidate_topk_blocks] int32
     _rope: dict[tuple[bool, int], Tensor] = field(default_factory=dict)

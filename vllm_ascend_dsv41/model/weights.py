@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engram import load_table
 from ..quant import Checkpoint
 from ..quant.checkpoint import CheckpointError
 from .parameters import CheckpointShapeError, copy_into
@@ -122,9 +121,8 @@ def load_weights(model: Any, checkpoint: Checkpoint, weights: Iterable[tuple[str
         except (CheckpointShapeError, AssertionError) as error:
             file = checkpoint.directory / checkpoint.files[key]
             raise CheckpointError(f"{file}: {key}: {error or 'has a shape that does not fit'}") from error
-    for number, layer in enumerate(model.model.layers):
-        if layer.engram is not None:
-            seen |= load_table(checkpoint, f"layers.{number}.engram.embed", layer.engram.table)
+    if model.model.engram_tables is not None:
+        seen |= model.model.engram_tables.load()
     missing = sorted(set(checkpoint.files) - seen)
     if missing:
         raise CheckpointError(f"{checkpoint.directory}: not delivered by the weight loader: {', '.join(missing[:5])}")

@@ -112,11 +112,27 @@ def _refuse(vllm_config: Any) -> None:
         if condition:
             raise UnsupportedOptionError(message)
     _refuse_tensor_parallel_size(model.hf_config, parallel.tensor_parallel_size)
+    _refuse_engram_options(vllm_config)
+
+
+def _refuse_engram_options(vllm_config: Any) -> None:
+    """Before workers start: what the options say, and how they divide the hash columns."""
+    from ..engram import EngramOptions, check_columns  # it imports models of vLLM, which ask for the platform
+
+    parallel = vllm_config.parallel_config
+    engram = EngramOptions.of(vllm_config.engram_config, vllm_config.additional_config)
+    if engram.embedding_across_dp:
+        ranks = parallel.tensor_parallel_size * parallel.data_parallel_size_local
+        check_columns(_engram_columns(vllm_config.model_config.hf_config), ranks)
+
+
+def _engram_columns(config: Any) -> int:
+    return int((getattr(config, "engram_max_ngram_size", 1) - 1) * getattr(config, "engram_n_heads", 0))
 
 
 def _refuse_tensor_parallel_size(config: Any, ranks: int) -> None:
     """Whatever tensor parallelism splits must be divisible: said once, before workers start."""
-    columns = (getattr(config, "engram_max_ngram_size", 1) - 1) * getattr(config, "engram_n_heads", 0)
+    columns = _engram_columns(config)
     split = {
         "num_attention_heads": config.num_attention_heads,
         "o_groups": config.o_groups,

@@ -21,5 +21,8 @@ def register_all() -> None:
 
     if select() is None:
         return
+    from .engram_config import accept_engram_config
+
     register_quantization()
+    accept_engram_config(ARCHITECTURE)
     ModelRegistry.register_model(ARCHITECTURE, "vllm_ascend_dsv41.model.backbone:DeepseekV41ForCausalLM")

@@ -77,3 +77,10 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
             return super().init_device()
         finally:
             cpu_worker.CPUModelRunner = upstream
+
+    def shutdown(self) -> None:
+        """As upstream, after the Engram tables were given back."""
+        model = getattr(getattr(self, "model_runner", None), "model", None)
+        if hasattr(model, "close"):
+            model.close()
+        super().shutdown()

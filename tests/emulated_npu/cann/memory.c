@@ -14,6 +14,7 @@
 #define GRANULE (2ul << 20) /* distance between allocations: an overrun ends in a hole, not in a neighbour */
 #define ADDRESS_RANGE (4ul << 40)
 #define MAX_SEGMENTS (1u << 20)
+#define READ_ONLY 107017 /* seen on hardware; the headers do not name it */
 #define POISON 0xFF /* NaN in every floating-point format, -1 in every integer */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -242,6 +243,24 @@ static bool from_malloc_host(const char *pointer) {
     return false;
 }
 
+/* What the driver finds when it pins a range that aclrtMallocHost did not give out. */
+static aclError mapping_error(const char *begin, size_t size) {
+    FILE *maps = fopen("/proc/self/maps", "r");
+    char line[4400], permissions[8], path[4096];
+    unsigned long first, last;
+    aclError error = ACL_SUCCESS;
+    while (!error && maps && fgets(line, sizeof line, maps)) {
+        path[0] = 0;
+        if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %4095s", &first, &last, permissions, path) < 3) continue;
+        if (first >= (unsigned long)begin + size || last <= (unsigned long)begin) continue;
+        bool shared_memory = !strncmp(path, "/dev/shm/", 9) || !strncmp(path, "/memfd:", 7) || !strncmp(path, "/dev/zero", 9);
+        if (permissions[1] != 'w') error = fail(READ_ONLY, "host registration: %p is mapped read-only", begin);
+        else if (path[0] == '/' && !shared_memory) error = fail(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "host registration: %p is mapped from %s, a file", begin, path);
+    }
+    if (maps) fclose(maps);
+    return error;
+}
+
 /* ---- registration: rules of the runtime documentation (api_ref, aclrtHostRegister and V2) ---- */
 static aclError register_host(void *pointer, uint64_t size, uint32_t flag, Segment **registered) {
     int32_t device = current_device();
@@ -260,6 +279,11 @@ static aclError register_host(void *pointer, uint64_t size, uint32_t flag, Segme
     bool absent = segment_at((uintptr_t)pointer) || mincore(pointer, round_up(size, PAGE), pages);
     free(pages);
     if (absent) return fail(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "host registration: %p has no %lu bytes of host memory", pointer, (unsigned long)size);
+    if (!from_malloc_host(pointer)) {
+        if (getenv("FAKE_CANN_OLD_KERNEL")) return fail(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "host registration: before Linux 5.11 only memory of aclrtMallocHost");
+        aclError error = mapping_error(pointer, size);
+        if (error) return error;
+    }
     if (is_host_address_registered(pointer, size))
         return fail(ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "host registration: %p overlaps a registered range", pointer);
     *registered = segment_reserve(SEGMENT_REGISTERED, size, pointer, device);

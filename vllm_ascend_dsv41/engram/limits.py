@@ -1,0 +1,103 @@
+"""What this machine allows, asked before an Engram table is made: a start that fails after minutes costs most."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .memory import EngramMemoryError
+
+RESERVE = 4 << 30  # of the node's memory, for all else that starts up meanwhile
+CAP_IPC_LOCK = 14  # bit of CapEff (man 7 capabilities): limits of locked memory do not apply
+
+
+def maps_anonymous_memory(release: str | None = None) -> bool:
+    """Whether CANN can register memory that it has not allocated: from kernels after 5.10 on (CANN runtime, api_ref
+    11-02, aclrtHostRegister)."""
+    numbers = re.match(r"(\d+)\.(\d+)", release or os.uname().release)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) > (5, 10)
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that may still be taken, and which limit that is."""
+
+    bytes: int
+    limit: str
+
+
+def available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Available:
+    """The tightest of the machine's free memory and the limits of this process's control groups."""
+    tightest = Available(psutil.virtual_memory().available, "MemAvailable of /proc/meminfo")
+    for folder, limit, usage, cache in _memory_groups(proc, cgroups):
+        try:
+            allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+            cached = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        except (OSError, ValueError):  # no such group, or `max`
+            continue
+        left = allowed - used + (int(cached[1]) if cached else 0)
+        if left < tightest.bytes:
+            tightest = Available(max(left, 0), f"{folder / limit} = {allowed:,}")
+    return tightest
+
+
+def _memory_groups(proc: Path, cgroups: Path) -> list[tuple[Path, str, str, str]]:
+    """Control groups of this process and their parents: folder, files of limit and usage, key of reclaimable cache."""
+    found = []
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names, root = ("memory.max", "memory.current", "inactive_file"), cgroups
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root = cgroups / "memory"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        found += [(parent, *names) for parent in (folder, *folder.parents) if parent.is_relative_to(root)]
+    return found
+
+
+def check_memory(node_bytes: int, ranks: int, limit: Available | None = None) -> None:
+    """Raise EngramMemoryError unless the tables of all ranks of this node fit."""
+    limit = limit or available()
+    if node_bytes + RESERVE > limit.bytes:
+        raise EngramMemoryError(
+            f"the Engram tables of this node's {ranks} ranks need {node_bytes / 2**30:,.1f} GiB of host memory, and "
+            f"{RESERVE >> 30} GiB are kept for the rest; there are {limit.bytes / 2**30:,.1f} GiB ({limit.limit}). Share "
+            "one copy between data-parallel ranks (--engram-config '{\"dp_shared_memory\": true}'), keep tables in device "
+            "memory ('{\"cpu_offload\": false}'), or raise the limit"
+        )
+
+
+def registration_warnings(size: int, proc: Path = Path("/proc")) -> list[str]:
+    """What may keep a device from mapping ``size`` bytes of host memory, although it mapped a few."""
+    warnings = []
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capabilities = re.search(r"^CapEff:\s*(\w+)", (proc / "self/status").read_text(), re.MULTILINE)
+    free = capabilities is not None and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1
+    if locked not in (resource.RLIM_INFINITY, -1) and locked < size and not free:
+        warnings.append(
+            f"this process may lock {locked:,} bytes of memory and registers {size:,}; drivers that count them refuse: "
+            "ulimit -l unlimited (docker run --ulimit memlock=-1)"
+        )
+    for file in sorted(proc.glob("svm/dev*/feature/host_mem_pool")):
+        try:
+            pool = file.read_text().strip()
+        except OSError:
+            continue
+        if pool in ("0", "N", "n", "false"):
+            warnings.append(
+                f"{file} is {pool}: this driver maps host memory without a pool, and large tables were seen to fail on "
+                "A2 after minutes; a newer HDK (25.5 or later) has it"
+            )
+    return warnings

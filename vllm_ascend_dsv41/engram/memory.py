@@ -1,0 +1,183 @@
+"""Host memory for Engram tables: zero, in blocks that a device can be given one by one.
+
+Three kinds: private to a process, shared by processes of a node, and allocated by CANN for kernels up to Linux 5.10,
+which cannot register anything else. Tests put a table's whole life on each of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..native.threads import spread
+from . import numa
+from .acl import Acl
+
+HUGE_PAGE = 2 << 20  # of x86_64 and aarch64 with pages of 4 KiB; blocks begin on one, and their sizes are multiples
+MAP_NORESERVE = 0x4000  # of linux/mman.h; Python 3.10 does not name it
+Bytes = NDArray[np.uint8]
+
+
+def rounded(size: int) -> int:
+    """Up to whole huge pages."""
+    return -(-size // HUGE_PAGE) * HUGE_PAGE
+
+
+class EngramMemoryError(RuntimeError):
+    """Host memory could not be had; the text says how much and why."""
+
+
+class HostMemory(ABC):
+    """``size`` bytes in blocks of ``block`` bytes, of which the last may be shorter. Zero until written."""
+
+    pinned = False  # the driver has pinned the pages already, which registration must know
+    blocks: list[Bytes]
+
+    def __init__(self, size: int, block: int) -> None:
+        if size < 1 or block % HUGE_PAGE:
+            raise ValueError(f"{size} bytes in blocks of {block}: blocks are multiples of {HUGE_PAGE} bytes")
+        self.size, self.block = size, block
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Whoever still holds an array of it keeps it alive. May be called again."""
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each block begins."""
+        return [block.ctypes.data for block in self.blocks]
+
+    def touch(self, threads: int) -> None:
+        """Let every page be there now, on whichever node was chosen, rather than when it is first used."""
+        for block in self.blocks:
+            pages = block[:: mmap.PAGESIZE]
+            spread(lambda begin, end, pages=pages: pages[begin:end].fill(0), len(pages), threads)
+
+    def placement(self) -> dict[int, int]:
+        """NUMA node -> bytes there."""
+        total: dict[int, int] = {}
+        for block in self.blocks:
+            for node, size in numa.placement(block.ctypes.data, block.nbytes).items():
+                total[node] = total.get(node, 0) + size
+        return total
+
+
+class _Mapped(HostMemory):
+    """One mapping of ``length`` bytes."""
+
+    def __init__(self, size: int, block: int, length: int, make: Callable[[int], mmap.mmap]) -> None:
+        super().__init__(size, block)
+        try:
+            self._map: mmap.mmap | None = make(length)
+        except (OSError, ValueError, OverflowError) as error:
+            raise EngramMemoryError(f"{size:,} bytes of host memory for an Engram table: {error}") from error
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        length, start = rounded(size), self._start(whole)
+        # the last block reaches to the end of its huge page, so that all of it can be registered
+        self.blocks = [whole[start + at : start + min(at + block, length)] for at in range(0, length, block)]
+
+    def _start(self, whole: Bytes) -> int:
+        """Where in the mapping the first block begins."""
+        return 0
+
+    def bind(self, nodes: list[int]) -> None:
+        """Take the pages from these NUMA nodes. To be called before anything is touched."""
+        for block in self.blocks:
+            numa.bind(block.ctypes.data, block.nbytes, nodes)
+
+    def use_huge_pages(self) -> None:
+        """Ask for transparent huge pages. To be called before anything is touched."""
+        if self._map is not None:
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                raise EngramMemoryError(f"this kernel has no transparent huge pages ({error}); leave use_thp out") from error
+
+    def close(self) -> None:
+        self.blocks = []
+        if self._map is not None:
+            held, self._map = self._map, None
+            try:
+                held.close()
+            except BufferError:  # a tensor still looks into it: it goes when that one goes
+                return
+
+
+class PrivateMemory(_Mapped):
+    """Anonymous memory of this process."""
+
+    def __init__(self, size: int, block: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        super().__init__(size, block, rounded(size) + HUGE_PAGE, lambda length: mmap.mmap(-1, length, flags=flags))
+
+    def _start(self, whole: Bytes) -> int:
+        return int(-whole.ctypes.data % HUGE_PAGE)
+
+
+class SharedMemory(_Mapped):
+    """Memory that the processes of a node share.
+
+    It has no name and lies in no file system (man 2 memfd_create): the size of /dev/shm does not limit it, and it is gone
+    with the last process that uses it, however that ends. ``handle`` tells other processes of the same user how to find
+    it; the one who made it must live until they have.
+    """
+
+    def __init__(self, size: int, block: int, handle: tuple[int, int] | None = None) -> None:
+        self._file = -1
+        try:
+            if handle is None:
+                self._file = os.memfd_create("dsv41-engram")
+                os.ftruncate(self._file, rounded(size))
+            else:
+                self._file = os.open(f"/proc/{handle[0]}/fd/{handle[1]}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise EngramMemoryError(
+                f"the shared copy of an Engram table ({size:,} bytes) cannot be made or opened: {error}; ranks that share "
+                "run in one container under one user, or each with a copy of its own (dp_shared_memory false)"
+            ) from error
+        self.handle = handle or (os.getpid(), self._file)
+        try:
+            flags = mmap.MAP_SHARED
+            super().__init__(size, block, rounded(size), lambda length: mmap.mmap(self._file, length, flags=flags))
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def close(self) -> None:
+        super().close()
+        if self._file >= 0:
+            held, self._file = self._file, -1
+            os.close(held)
+
+
+class PinnedMemory(HostMemory):
+    """Memory that CANN allocates and pins, a block at a time. Where its pages lie is the driver's choice."""
+
+    pinned = True
+
+    def __init__(self, size: int, block: int, acl: Acl) -> None:
+        super().__init__(size, block)
+        self._acl, self.blocks = acl, []
+        length = rounded(size)
+        try:
+            for at in range(0, length, block):
+                count = min(block, length - at)
+                address = acl.allocate(count)
+                raw = (ctypes.c_uint8 * count).from_address(address)
+                self.blocks.append(np.frombuffer(raw, dtype=np.uint8))
+                ctypes.memset(address, 0, count)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """As of the others, except that arrays must not be used afterwards: CANN takes the memory at once."""
+        while self.blocks:
+            self._acl.free(self.blocks[-1].ctypes.data)
+            self.blocks.pop()

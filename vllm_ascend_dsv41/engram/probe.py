@@ -1,0 +1,54 @@
+"""Whether the device really reads host memory: two megabytes of it, before hundreds of gigabytes are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from .acl import Acl
+from .memory import HostMemory
+from .sharding import TableShard
+from .storage import RegisteredTable, part_bytes
+
+DIM, GROUPS, ROWS = 256, 8, 8192  # 2 MiB of codes
+Allocate = Callable[[str, int, int], HostMemory]
+"""(part, bytes, bytes of a block) -> memory of the kind that the tables will have."""
+
+
+class HostReadError(RuntimeError):
+    """The device reads something else than the host wrote."""
+
+
+def probe(acl: Acl, device: torch.device, allocate: Allocate) -> None:
+    """Register a small table, look all of it up on the device and compare. Raises AclError, HostReadError."""
+    random = np.random.default_rng(41)
+    content = {
+        "weight": random.integers(0, 256, ROWS * DIM, dtype=np.uint8),
+        "scale": np.exp2(random.integers(-8, 8, ROWS * GROUPS)).astype(np.float32).view(np.uint8),
+    }
+    sizes = part_bytes(DIM, GROUPS)
+    memory: Mapping[str, HostMemory] = {part: allocate(part, ROWS * size, 2 << 20) for part, size in sizes.items()}
+    table = RegisteredTable(TableShard(0, 1, 0, ROWS, DIM), GROUPS, memory, acl, device)
+    try:
+        for part, values in content.items():
+            for offset, place in table.spans(part):
+                place[:] = values[offset : offset + len(place)]
+        table.open()
+        rows = torch.arange(-1, ROWS + 1, device=device)[:, None]
+        found = table.lookup(rows, torch.float32).cpu()[:, 0]
+        acl.synchronize()
+    finally:
+        table.close()
+    codes, scale = (torch.from_numpy(values) for values in content.values())
+    expected = torch.zeros(ROWS + 2, DIM)
+    values = codes.view(torch.int8).view(ROWS, GROUPS, -1).float() * scale.view(torch.float32).view(ROWS, GROUPS, 1)
+    expected[1:-1] = values.flatten(1)
+    wrong = (found != expected).any(1).nonzero().flatten()
+    if len(wrong):
+        raise HostReadError(
+            f"device {device} read host memory wrongly: {len(wrong)} of {ROWS + 2} rows differ, the first is row "
+            f"{int(wrong[0]) - 1}. Host memory cannot be used for the tables on this machine: update driver and firmware "
+            "(HDK), or keep them in device memory (--engram-config '{\"cpu_offload\": false}')"
+        )

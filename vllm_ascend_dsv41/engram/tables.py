@@ -1,0 +1,289 @@
+"""All Engram tables of a rank, from the first check to the last release."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..quant import Checkpoint
+from . import limits, numa
+from .acl import Acl
+from .loader import load_table, table_groups
+from .memory import HostMemory, PinnedMemory, PrivateMemory, SharedMemory
+from .options import EngramOptionError, EngramOptions
+from .peers import Peers
+from .probe import probe
+from .sharding import TableShard
+from .storage import DeviceTable, HostTable, RegisteredTable, Table, block_rows, part_bytes
+
+logger = logging.getLogger("vllm.dsv41")
+PROGRESS_SECONDS = 10.0
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands."""
+
+    device: torch.device
+    shard: int = 0
+    shards: int = 1
+    """Which part of the hash columns is its own, of how many."""
+    everyone: Peers = field(default_factory=Peers)
+    """All ranks that start together."""
+    sharing: Peers | None = None
+    """The ranks of this node with the same part, which use one copy; None: each has its own."""
+    runtime: Callable[[], Acl] | None = None
+    """Opens what registers host memory for the device; None where the device is the CPU."""
+
+
+@dataclass
+class _Layer:
+    prefix: str
+    shard: TableShard
+    columns: int
+    groups: int
+    table: Table | None = None
+    seconds: float = 0.0
+
+
+class EngramTables:
+    """The tables of ``layers`` (layer of the model, bucket counts of its hash functions), each in its place.
+
+    Making it checks everything that can be checked, on all ranks, before any memory is taken; then takes the memory and
+    registers it. What fails on one rank raises on all of them: its own exception there, PeerError elsewhere. ``load``
+    fills the tables.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layers: Iterable[tuple[int, Tensor]],
+        dim: int,
+        options: EngramOptions,
+        place: Place,
+    ) -> None:
+        self._checkpoint, self._options, self._place, self._dim = checkpoint, options, place, dim
+        everyone = place.everyone
+        self._layers = everyone.together("checking the Engram tables", lambda: self._plan(layers))
+        self._check_memory()
+        self._acl = everyone.together("looking at the runtime", self._runtime)
+        try:
+            for layer in self._layers:
+                self._make(layer)
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, number: int) -> Table:
+        """The table of the ``number``-th of the layers."""
+        table = self._layers[number].table
+        assert table is not None, "the tables were closed"
+        return table
+
+    # ---- before memory is taken --------------------------------------------------------------------------------------
+
+    def _plan(self, layers: Iterable[tuple[int, Tensor]]) -> list[_Layer]:
+        plan = []
+        for index, primes in layers:
+            prefix = f"layers.{index}.engram.embed"
+            shard = TableShard.of(primes, self._dim, self._place.shard, self._place.shards)
+            plan.append(_Layer(prefix, shard, primes.numel(), table_groups(self._checkpoint, prefix, primes, self._dim)))
+        return plan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tables, whether shared or not."""
+        return sum(layer.shard.rows * size for layer in self._layers for size in self._sizes(layer).values())
+
+    def _sizes(self, layer: _Layer) -> dict[str, int]:
+        return part_bytes(layer.shard.dim, layer.groups)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank makes and fills the memory that it uses."""
+        return self._place.sharing is None or self._place.sharing.rank == 0
+
+    def _check_memory(self) -> None:
+        """Compare what all ranks of this node are about to take with what there is, before the first of them takes any."""
+        everyone, host = self._place.everyone, _host()
+        in_host_memory = self._options.cpu_offload or self._place.device.type == "cpu"
+        own = self.nbytes if in_host_memory and self._writes else 0
+        needs = everyone.exchange((host, own), "comparing the Engram tables with the memory")
+        here = [size for name, size in needs if name == host]
+        everyone.together("comparing the Engram tables with the memory", lambda: limits.check_memory(sum(here), len(here)))
+
+    def _runtime(self) -> Acl | None:
+        """The runtime that registers host memory, after it has done so once; None where none is needed."""
+        if self._place.runtime is None or not self._options.cpu_offload:
+            return None
+        if self._place.sharing is not None and not limits.maps_anonymous_memory():
+            raise EngramOptionError(
+                f"--engram-config: dp_shared_memory needs a Linux kernel after 5.10, this one is {os.uname().release}: "
+                "before, CANN registers only memory that it has allocated, which cannot be shared; leave the option out"
+            )
+        runtime = self._place.runtime()
+        for warning in limits.registration_warnings(self.nbytes):
+            logger.warning("Engram: %s", warning)
+        probe(runtime, self._place.device, lambda _, size, block: self._private(size, block, runtime))
+        return runtime
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _private(self, size: int, block: int, acl: Acl | None) -> HostMemory:
+        if acl is not None and not limits.maps_anonymous_memory():
+            return PinnedMemory(size, block, acl)
+        return PrivateMemory(size, block)
+
+    def _memory(self, what: str, size: int, block: int) -> HostMemory:
+        sharing, everyone = self._place.sharing, self._place.everyone
+        if sharing is None:
+            return everyone.together(what, lambda: self._private(size, block, self._acl))
+        own = everyone.together(what, lambda: SharedMemory(size, block) if self._writes else None)
+        try:
+            handle = sharing.exchange(None if own is None else own.handle, what)[0]
+            return everyone.together(what, lambda: own or SharedMemory(size, block, handle))
+        except BaseException:
+            if own is not None:
+                own.close()
+            raise
+
+    def _make(self, layer: _Layer) -> None:
+        """The table of a layer, its memory taken, placed and registered."""
+        place, options, everyone = self._place, self._options, self._place.everyone
+        what = f"making the table {layer.prefix}"
+        if not options.cpu_offload:
+            layer.table = everyone.together(what, lambda: DeviceTable(layer.shard, layer.groups, place.device))
+            return
+        rows = block_rows(layer.shard.dim, layer.groups, options.chunk_mib << 20)
+        memory: dict[str, HostMemory] = {}
+        try:
+            for part, size in self._sizes(layer).items():
+                memory[part] = self._memory(what, layer.shard.rows * size, rows * size)
+        except BaseException:
+            for taken in memory.values():
+                taken.close()
+            raise
+        if self._acl is None:
+            layer.table = HostTable(layer.shard, layer.groups, memory)
+        else:
+            layer.table = RegisteredTable(layer.shard, layer.groups, memory, self._acl, place.device)
+        everyone.together(f"{what}: placing its pages", lambda: self._place_pages(memory))
+        if isinstance(layer.table, RegisteredTable):
+            everyone.together(f"{what}: registering it", layer.table.open)
+
+    def _place_pages(self, memory: dict[str, HostMemory]) -> None:
+        """Choose the NUMA nodes, then let all pages be there: registering would do so one by one."""
+        if not self._writes:
+            return
+        nodes = self._nodes()
+        for part in memory.values():
+            if isinstance(part, PrivateMemory | SharedMemory):
+                if nodes is not None:
+                    part.bind(nodes)
+                if self._options.use_thp:
+                    part.use_huge_pages()
+                if self._acl is not None:
+                    part.touch(self._options.load_threads)
+
+    def _nodes(self) -> list[int] | None:
+        options, device = self._options, self._place.device
+        if options.nodes is not None or options.numa == "off":
+            return options.nodes
+        every = numa.nodes()
+        if options.numa == "interleave" or self._place.sharing is not None:
+            return every if len(every) > 1 else None
+        if self._acl is None:
+            return None  # the ranks' threads are bound already: who loads a page is near it
+        node = numa.node_of_npu(device.index or 0)
+        if node is None and len(every) > 1:
+            logger.warning("Engram: the NUMA node of %s cannot be told; its tables lie on all nodes in turn", device)
+            return every
+        return None if node is None else [node]
+
+    # ---- use ---------------------------------------------------------------------------------------------------------
+
+    def load(self) -> set[str]:
+        """Fill every table from the checkpoint; returns the keys that were read."""
+        for layer in self._layers:
+            self._place.everyone.together(f"loading the table {layer.prefix}", lambda layer=layer: self._load(layer))
+        for line in self.report():
+            logger.info("Engram: %s", line)
+        return {f"{layer.prefix}.{part}" for layer in self._layers for part in self._sizes(layer)}
+
+    def _load(self, layer: _Layer) -> None:
+        assert layer.table is not None
+        if self._writes:
+            began = time.monotonic()
+            load_table(self._checkpoint, layer.prefix, layer.table, self._options.load_threads, _Progress(layer.prefix))
+            layer.seconds = time.monotonic() - began
+
+    def report(self) -> list[str]:
+        """A line per table: where it lives, bytes, seconds, pages."""
+        return [self._line(layer) for layer in self._layers if layer.table is not None]
+
+    def _line(self, layer: _Layer) -> str:
+        table, shard, sharing = layer.table, layer.shard, self._place.sharing
+        assert table is not None
+        size = sum(table.part_sizes.values())
+        text = f"{layer.prefix}: {shard.rows:,} rows, {'INT8' if layer.groups else 'BF16'}, {_bytes(size)} in {table.kind}"
+        if shard.columns < layer.columns:
+            last = shard.first_column + shard.columns - 1
+            text += f", hash columns {shard.first_column} to {last} of {layer.columns}"
+        if sharing is not None and sharing.size > 1:
+            text += f", one copy for {sharing.size} ranks"
+        if layer.seconds:
+            text += f", loaded in {layer.seconds:.1f} s ({size / layer.seconds / 1e9:.1f} GB/s)"
+        pages = ", ".join(f"node {node} {_bytes(there)}" for node, there in table.placement().items())
+        return f"{text}; pages: {pages}" if pages else text
+
+    def close(self) -> None:
+        """Give everything back, last table first. May be called again. What fails is tried twice, then raised, after the
+        other tables are closed."""
+        failed: Exception | None = None
+        for layer in reversed(self._layers):
+            for attempt in range(2):
+                try:
+                    if layer.table is not None:
+                        layer.table.close()
+                    layer.table = None
+                except Exception as error:
+                    logger.warning("Engram: closing %s: %s", layer.prefix, error)
+                    failed = error if attempt else failed
+        if failed is not None:
+            raise failed
+
+
+def _bytes(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
+
+
+class _Progress:
+    """A line every ten seconds."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._began = prefix, time.monotonic()
+        self._said = self._began
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < PROGRESS_SECONDS or done == total:
+            return
+        self._said, rate = now, done / max(now - self._began, 1e-9) / 1e9
+        logger.info("Engram: %s: %.1f of %.1f GiB read, %.1f GB/s", self._prefix, done / GIB, total / GIB, rate)
+
+
+def _host() -> str:
+    """The same for all processes of a machine, in whichever containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -71,6 +71,13 @@ class Acl:
             detail = self._library.aclGetRecentErrMsg() or b""
             raise AclError(name, code, detail.decode(errors="replace").strip())
 
+    def _call_twice(self, name: str, *arguments: Any) -> None:
+        """For giving things back: what is lost by giving up at a passing failure would be lost until the process ends."""
+        try:
+            self._call(name, *arguments)
+        except AclError:
+            self._call(name, *arguments)
+
     def device(self) -> int:
         """The device that this thread has set."""
         device = c_int32(-1)
@@ -79,7 +86,7 @@ class Acl:
 
     def synchronize(self) -> None:
         """Wait for everything that was given to the device."""
-        self._call("aclrtSynchronizeDevice")
+        self._call_twice("aclrtSynchronizeDevice")
 
     def allocate(self, size: int) -> int:
         """Address of ``size`` bytes of pinned host memory."""
@@ -89,7 +96,7 @@ class Acl:
 
     def free(self, address: int) -> None:
         """Give back what ``allocate`` returned."""
-        self._call("aclrtFreeHost", address)
+        self._call_twice("aclrtFreeHost", address)
 
     def register(self, address: int, size: int, pinned: bool) -> None:
         """Let the device of this thread read [address, address + size); ``pinned``: the memory is from ``allocate``."""
@@ -105,4 +112,4 @@ class Acl:
 
     def unregister(self, address: int) -> None:
         """Take the registration back. The device must be synchronised, and the memory still there."""
-        self._call("aclrtHostUnregister", address)
+        self._call_twice("aclrtHostUnregister", address)

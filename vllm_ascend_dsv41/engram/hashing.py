@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import upstream
 from ..ops import DEAD, hash_ngrams
-from ..upstream import build_compressed_token_map, compute_hash_multipliers, find_next_prime
 
 
 class EngramConfigError(ValueError):
@@ -23,7 +23,7 @@ def hash_primes(layers: int, orders: int, heads: int, vocab_size: int) -> Tensor
     for _ in range(layers * orders):
         prime = vocab_size - 1  # every order starts its search here again
         for _ in range(heads):
-            prime = find_next_prime(prime, seen)
+            prime = upstream.find_next_prime(prime, seen)
             seen.add(prime)
             values.append(prime)
     return torch.tensor(values).view(layers, orders, heads)
@@ -46,7 +46,7 @@ class NgramHash(nn.Module):
         super().__init__()
         layers: Sequence[int] = config["engram_layer_ids"]
         self.orders = config["engram_max_ngram_size"]
-        mapping, size = build_compressed_token_map(tokenizer)
+        mapping, size = upstream.build_compressed_token_map(tokenizer)
         if size != config["engram_compressed_vocab_size"]:
             raise EngramConfigError(
                 f"the tokenizer has {size} distinct normalised tokens, config.json says "
@@ -67,7 +67,7 @@ class NgramHash(nn.Module):
             token_map[image] = DEAD
         columns = primes.flatten(1)
         self.register_buffer("token_map", token_map, persistent=False)
-        multipliers = compute_hash_multipliers(tuple(layers), self.orders, size)
+        multipliers = upstream.compute_hash_multipliers(tuple(layers), self.orders, size)
         self.register_buffer("multipliers", multipliers.to(torch.int64), persistent=False)
         self.register_buffer("primes", primes, persistent=False)
         self.register_buffer("offsets", columns.cumsum(1) - columns, persistent=False)

@@ -1,7 +1,7 @@
 """Host memory for Engram tables: zero, in blocks that a device can be given one by one.
 
 Three kinds: private to a process, shared by processes of a node, and allocated by CANN for kernels up to Linux 5.10,
-which cannot register anything else. Tests put a table's whole life on each of them.
+which cannot register anything else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,3 +181,16 @@ class PinnedMemory(HostMemory):
         while self.blocks:
             self._acl.free(self.blocks[-1].ctypes.data)
             self.blocks.pop()
+
+
+def take(parts: Iterable[str], allocate: Callable[[str], HostMemory]) -> dict[str, HostMemory]:
+    """Memory for every part, or for none when one cannot be had."""
+    taken: dict[str, HostMemory] = {}
+    try:
+        for part in parts:
+            taken[part] = allocate(part)
+    except BaseException:
+        for memory in taken.values():
+            memory.close()
+        raise
+    return taken

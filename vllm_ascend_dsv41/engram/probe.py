@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from .acl import Acl
-from .memory import HostMemory
+from .memory import HUGE_PAGE, HostMemory, take
 from .sharding import TableShard
 from .storage import RegisteredTable, part_bytes
 
 DIM, GROUPS, ROWS = 256, 8, 8192  # 2 MiB of codes
-Allocate = Callable[[str, int, int], HostMemory]
-"""(part, bytes, bytes of a block) -> memory of the kind that the tables will have."""
+Allocate = Callable[[int, int], HostMemory]
+"""(bytes, bytes of a block) -> memory of the kind that the tables will have."""
 
 
 class HostReadError(RuntimeError):
@@ -29,7 +29,7 @@ def probe(acl: Acl, device: torch.device, allocate: Allocate) -> None:
         "scale": np.exp2(random.integers(-8, 8, ROWS * GROUPS)).astype(np.float32).view(np.uint8),
     }
     sizes = part_bytes(DIM, GROUPS)
-    memory: Mapping[str, HostMemory] = {part: allocate(part, ROWS * size, 2 << 20) for part, size in sizes.items()}
+    memory = take(sizes, lambda part: allocate(ROWS * sizes[part], HUGE_PAGE))
     table = RegisteredTable(TableShard(0, 1, 0, ROWS, DIM), GROUPS, memory, acl, device)
     try:
         for part, values in content.items():

@@ -17,7 +17,7 @@ from ..quant import Checkpoint
 from . import limits, numa
 from .acl import Acl
 from .loader import load_table, table_groups
-from .memory import HostMemory, PinnedMemory, PrivateMemory, SharedMemory
+from .memory import HostMemory, PinnedMemory, PrivateMemory, SharedMemory, take
 from .options import EngramOptionError, EngramOptions
 from .peers import Peers
 from .probe import probe
@@ -133,7 +133,7 @@ class EngramTables:
         runtime = self._place.runtime()
         for warning in limits.registration_warnings(self.nbytes):
             logger.warning("Engram: %s", warning)
-        probe(runtime, self._place.device, lambda _, size, block: self._private(size, block, runtime))
+        probe(runtime, self._place.device, lambda size, block: self._private(size, block, runtime))
         return runtime
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -164,14 +164,8 @@ class EngramTables:
             layer.table = everyone.together(what, lambda: DeviceTable(layer.shard, layer.groups, place.device))
             return
         rows = block_rows(layer.shard.dim, layer.groups, options.chunk_mib << 20)
-        memory: dict[str, HostMemory] = {}
-        try:
-            for part, size in self._sizes(layer).items():
-                memory[part] = self._memory(what, layer.shard.rows * size, rows * size)
-        except BaseException:
-            for taken in memory.values():
-                taken.close()
-            raise
+        sizes = self._sizes(layer)
+        memory = take(sizes, lambda part: self._memory(what, layer.shard.rows * sizes[part], rows * sizes[part]))
         if self._acl is None:
             layer.table = HostTable(layer.shard, layer.groups, memory)
         else:
@@ -246,18 +240,16 @@ class EngramTables:
         return f"{text}; pages: {pages}" if pages else text
 
     def close(self) -> None:
-        """Give everything back, last table first. May be called again. What fails is tried twice, then raised, after the
-        other tables are closed."""
+        """Give everything back, last table first. May be called again. A failure is raised after the other tables are
+        closed, and its table can be tried again."""
         failed: Exception | None = None
         for layer in reversed(self._layers):
-            for attempt in range(2):
-                try:
-                    if layer.table is not None:
-                        layer.table.close()
-                    layer.table = None
-                except Exception as error:
-                    logger.warning("Engram: closing %s: %s", layer.prefix, error)
-                    failed = error if attempt else failed
+            try:
+                if layer.table is not None:
+                    layer.table.close()
+                layer.table = None
+            except Exception as error:
+                failed = failed or error
         if failed is not None:
             raise failed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..engram import EngramOptions, check_columns
 from ..upstream import CpuPlatform as UpstreamCpuPlatform
 
 
@@ -117,8 +118,6 @@ def _refuse(vllm_config: Any) -> None:
 
 def _refuse_engram_options(vllm_config: Any) -> None:
     """Before workers start: what the options say, and how they divide the hash columns."""
-    from ..engram import EngramOptions, check_columns  # it imports models of vLLM, which ask for the platform
-
     parallel = vllm_config.parallel_config
     engram = EngramOptions.of(vllm_config.engram_config, vllm_config.additional_config)
     if engram.embedding_across_dp:

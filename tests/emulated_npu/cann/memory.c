@@ -229,6 +229,12 @@ EXPORT aclError aclrtFreeHost(void *pointer) {
     return ACL_SUCCESS;
 }
 
+EXPORT uint64_t fakecann_host_blocks(void) {
+    uint64_t n = 0;
+    for (HostBlock *block = host_blocks; block; block = block->next) n++;
+    return n;
+}
+
 bool is_host_address_registered(const void *begin, size_t size) {
     for (size_t i = 0; i < count; i++)
         if (segments[i].live && segments[i].kind == SEGMENT_REGISTERED && segments[i].host < (char *)begin + size &&

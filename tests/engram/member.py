@@ -29,13 +29,13 @@ def member(
     group = Peers(dist.group.WORLD)
     place = Place(torch.device("cpu"), everyone=group, sharing=group, runtime=_runtime(runtime) if runtime else None)
     if slow and rank == 0:
-        loader.SLICE = 1 << 16
+        loader.SLICE = 1 << 18
         add = loader._Done.add
 
         def add_slowly(self: Any, size: int) -> None:
             add(self, size)
             say.send(("loading", size))
-            time.sleep(0.05)
+            time.sleep(0.02)
 
         loader._Done.add = add_slowly  # type: ignore[method-assign]
     try:

@@ -76,16 +76,24 @@ def test_w8a8(converted, reference, prompts, mode):
     assert equal >= 0.9 * total
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["dp2", "dp2-ep2"])
-def test_data_parallel_server(converted, reference, prompts, tmp_path, experts):
+DATA_PARALLEL = {
+    "dp2": [],
+    "dp2-ep2": ["--enable-expert-parallel"],
+    "dp2-engram-divided": ["--engram-config", '{"embedding_across_dp": true}'],
+    "dp2-engram-shared": ["--engram-config", '{"dp_shared_memory": true}'],
+}
+
+
+@pytest.mark.parametrize("mode", DATA_PARALLEL)
+def test_data_parallel_server(converted, reference, prompts, tmp_path, mode):
     """Two replicas behind one port; requests of unequal length leave one idle while the other works."""
     directory = converted("a", "bf16")
     options = ["--quantization", "ascend", "--tokenizer-mode", "deepseek_v41", "--block-size", "128", "--enforce-eager"]
     options += ["--dtype", "float32", "--max-num-batched-tokens", "256", "--max-num-seqs", "8"]
     options += ["--data-parallel-size", "2", "--api-server-count", "1"]
-    options += ["--enable-expert-parallel"] if experts else []
+    options += DATA_PARALLEL[mode]
     asked, model = prompts(3, 40, 130, 300, 17, 64, seed=23), reference(directory)
-    with Server(directory, options, tmp_path / "log", env={"VLLM_CPU_KVCACHE_SPACE": "1"}) as server:
+    with Server(directory, options, tmp_path / "log", env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as server:
 
         def complete(prompt: list[int]) -> list[int]:
             body = {
@@ -105,6 +113,9 @@ def test_data_parallel_server(converted, reference, prompts, tmp_path, experts):
         alone = complete(asked[0])
         with ThreadPoolExecutor(len(asked)) as pool:
             served = list(pool.map(complete, asked))
+    log = (tmp_path / "log").read_text()
+    assert ("hash columns 0 to " in log) == (mode == "dp2-engram-divided")
+    assert ("one copy for 2 ranks" in log) == (mode == "dp2-engram-shared")
     assert alone == served[0]
     for prompt, tokens in zip(asked, served, strict=True):
         logits = model(torch.tensor((prompt + tokens)[:-1]), State()).logits[len(prompt) - 1 :]

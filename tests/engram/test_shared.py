@@ -17,7 +17,10 @@ def checkpoint(tmp_path_factory):
     return write_tables(tmp_path_factory.mktemp("tables"), ROWS)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+EIGHT = pytest.mark.long
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=EIGHT)])
 def test_all_use_one_copy(checkpoint, tmp_path, ranks):
     with Members(ranks, tmp_path, checkpoint, ROWS) as members:
         files = members.wait("made")
@@ -34,7 +37,7 @@ def test_all_use_one_copy(checkpoint, tmp_path, ranks):
         members.ended()
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (8, 0), (8, 5)])
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), pytest.param(8, 0, marks=EIGHT), pytest.param(8, 5, marks=EIGHT)])
 def test_one_is_killed_while_the_table_loads(checkpoint, tmp_path, ranks, victim):
     with Members(ranks, tmp_path, checkpoint, ROWS, slow=True) as members:
         members.wait("made")
@@ -45,7 +48,7 @@ def test_one_is_killed_while_the_table_loads(checkpoint, tmp_path, ranks, victim
         members.ended()
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (8, 0), (8, 7)])
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), pytest.param(8, 0, marks=EIGHT), pytest.param(8, 7, marks=EIGHT)])
 def test_one_is_killed_while_serving(checkpoint, tmp_path, ranks, victim):
     """The others keep the copy, whoever made it, and give it back when they end."""
     with Members(ranks, tmp_path, checkpoint, ROWS) as members:

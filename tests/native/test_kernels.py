@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_dsv41 import native
+from vllm_ascend_dsv41.native import threads as threads_module
+from vllm_ascend_dsv41.ops import engram
 from vllm_ascend_dsv41.quant import reference, rotation
 
 EXPONENTS = st.one_of(st.integers(100, 150), st.sampled_from([0, 1, 2, 23, 127, 252, 253, 254]), st.integers(0, 255))
@@ -189,3 +193,89 @@ def test_scales_survive_bf16(version):
     assert (scales * 127.0 >= absmax).all()
     below = (scales.view(np.uint32) - 0x10000).view(np.float32).astype(np.float64)  # the BF16 number before it
     assert (below * 127 < absmax).all()
+
+
+# ---- Engram ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.data(), st.integers(1, 40), st.sampled_from([1, 3, 7, 16]), st.sampled_from([(32, 1), (64, 2), (256, 8), (40, 5)]))
+@settings(max_examples=150, deadline=None)
+def test_engram_look_up(version, data, rows, chunk_rows, shape):
+    """Bit by bit as the operator's reference, in BF16 and float32, from tables in any number of chunks; scales are powers
+    of two, any numbers, infinite or not a number."""
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    dim, groups = shape
+    codes = torch.from_numpy(random.integers(-128, 128, (rows, dim), dtype=np.int8))
+    kind = data.draw(st.sampled_from(["power", "any", "bits"]))
+    scale = np.exp2(random.integers(-149, 127, (rows, groups)).astype(np.float64)).astype(np.float32)
+    if kind == "any":
+        scale = random.standard_normal((rows, groups)).astype(np.float32)
+    if kind == "bits":
+        scale = random.integers(0, 2**32, (rows, groups), dtype=np.uint32).view(np.float32)
+    scales = torch.from_numpy(scale)
+    ids = torch.from_numpy(random.integers(-3, rows + 3, (data.draw(st.integers(0, 70)), 2)))
+    ids[ids == -3] = data.draw(st.sampled_from([-(2**63), 2**63 - 1]))
+    chunks = torch.tensor([[codes[row:].data_ptr(), scales[row:].data_ptr()] for row in range(0, rows, chunk_rows)])
+    for dtype in (torch.bfloat16, torch.float32):
+        wanted = engram.engram_lookup.implementations["reference"](codes, scales, ids, dtype)
+        found = engram.engram_lookup_mapped.implementations["cpu"](chunks, ids, rows, chunk_rows, dim, groups, dtype)
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(5.0), wanted.nan_to_num(5.0))
+        assert torch.equal(engram.engram_lookup(codes, scales, ids, dtype).nan_to_num(5.0), wanted.nan_to_num(5.0))
+
+
+@given(st.integers(0, 2**32), st.integers(0, 40), st.integers(2, 5), st.integers(1, 3), st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_engram_hash(version, seed, tokens, orders, layers, heads):
+    """As the operator's reference: products wrap around, remainders are never negative, dead ids hide older ones."""
+    random = np.random.default_rng(seed)
+    ngrams = torch.from_numpy(random.integers(-1, 99_092, (tokens, orders)))
+    multipliers = torch.from_numpy(random.integers(-(2**62), 2**62, (layers, orders)))
+    primes = torch.from_numpy(random.integers(2, 2**40, (layers, orders - 1, heads)))
+    offsets = torch.from_numpy(random.integers(0, 2**40, (layers, (orders - 1) * heads)))
+    wanted = engram.hash_ngrams.implementations["reference"](ngrams, multipliers, primes, offsets, 2)
+    assert torch.equal(engram.hash_ngrams(ngrams, multipliers, primes, offsets, 2), wanted)
+
+
+def test_look_up_refuses_wrong_arrays():
+    ids, out = np.zeros(3, np.int64), np.zeros((3, 64), np.uint16)
+    with pytest.raises(ValueError, match="chunks is int64"):
+        native.engram_rows(np.zeros((1, 2), np.int64), ids, 40, 16, 2, out)
+    with pytest.raises(ValueError, match="2 to 8192 are expected"):
+        native.engram_rows(np.zeros((1, 2), np.int64), ids, 10, 16, 2, np.zeros((3, 8256), np.uint16))
+    with pytest.raises(ValueError, match="ids is int32"):
+        native.engram_rows(np.zeros((1, 2), np.int64), ids.astype(np.int32), 10, 16, 2, out)
+
+
+def test_work_is_spread_over_threads_without_gaps():
+    done = np.zeros(1000, np.int32)
+
+    def add(begin: int, end: int) -> None:
+        done[begin:end] += 1
+
+    for threads in (1, 2, 3, 7, 2000):
+        threads_module.spread(add, len(done), threads)
+    assert (done == 5).all()
+    threads_module.spread(add, 0, 4)
+
+    def fail(begin: int, end: int) -> None:
+        if begin:
+            raise ZeroDivisionError(begin)
+
+    with pytest.raises(ZeroDivisionError):
+        threads_module.spread(fail, 100, 3)
+
+
+def test_new_threads_may_run_where_any_thread_may():
+    """vLLM pins the main thread to one processor, and its mask would be inherited."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        holder = threads_module.ThreadPoolExecutor(1, initializer=lambda: os.sched_setaffinity(0, allowed))
+        holder.submit(int).result()
+        assert threads_module.processors() == allowed
+        threads_module.pool.cache_clear()
+        assert threads_module.pool(1).submit(os.sched_getaffinity, 0).result() == allowed
+        holder.shutdown()
+    finally:
+        os.sched_setaffinity(0, allowed)

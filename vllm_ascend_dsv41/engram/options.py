@@ -52,7 +52,7 @@ class EngramOptions:
                 raise EngramOptionError(f"{where}: unknown option {key!r}; {hint}")
             wanted = type(getattr(cls, key))
             if type(value) is not wanted:
-                raise EngramOptionError(f"{where}: {key} is {value!r}, expected a {wanted.__name__}")
+                raise EngramOptionError(f"{where}: {key} is {value!r}, expected {wanted.__name__}")
             values[key] = value
         options = cls(**values)
         options._check(where)

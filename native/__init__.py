@@ -170,12 +170,14 @@ def float_from_bf16(values: NDArray[np.uint16], out: Floats) -> int:
 def engram_rows(
     chunks: Integers, ids: Integers, rows: int, chunk_rows: int, groups: int, out: Floats | NDArray[np.uint16]
 ) -> None:
-    """Dequantised rows of an INT8 table in memory: chunks [n, 2], the addresses of ``chunk_rows`` rows of codes and of
-    their float32 scales, ``groups`` a row; ids [count] -> out [count, dim], float32 or the bits of BF16, zeros for an id
-    not in [0, rows). The memory behind the addresses is trusted to be there."""
+    """Dequantised rows of an INT8 table in memory.
+
+    chunks [n, 2]: addresses of ``chunk_rows`` rows of codes and of their float32 scales, ``groups`` a row; ids [count]
+    -> out [count, dim], float32 or the bits of BF16, zeros for an id not in [0, rows). The memory behind the addresses
+    is trusted to be there."""
     count, dim = out.shape
     if not groups <= dim <= LOOKUP_BYTES:
-        raise ValueError(f"engram_rows: rows of {dim} codes with {groups} scales; {groups} to {LOOKUP_BYTES} are expected")
+        raise ValueError(f"engram_rows: rows of {dim} codes, expected {groups} (scales of a row) to {LOOKUP_BYTES}")
     _expect(
         "engram_rows",
         chunks=(chunks, np.int64, (-(-rows // chunk_rows), 2)),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 
 
 def processors() -> set[int]:
@@ -20,13 +21,16 @@ def processors() -> set[int]:
     return allowed
 
 
+def executor(threads: int) -> ThreadPoolExecutor:
+    """Threads on the processors of this process, from whichever thread it is made."""
+    allowed = processors()
+    return ThreadPoolExecutor(threads, thread_name_prefix="dsv41", initializer=lambda: os.sched_setaffinity(0, allowed))
+
+
 @cache
 def pool(threads: int) -> ThreadPoolExecutor:
-    """A pool that stays."""
-    allowed = processors()
-    return ThreadPoolExecutor(
-        threads, thread_name_prefix="dsv41", initializer=lambda: os.sched_setaffinity(0, allowed)
-    )
+    """One that stays."""
+    return executor(threads)
 
 
 def spread(function: Callable[[int, int], object], count: int, threads: int) -> None:
@@ -37,7 +41,7 @@ def spread(function: Callable[[int, int], object], count: int, threads: int) -> 
         function(0, count)
         return
     borders: Sequence[int] = [count * i // threads for i in range(threads + 1)]
-    jobs = [pool(threads - 1).submit(function, *part) for part in zip(borders[1:-1], borders[2:], strict=True)]
+    jobs = [pool(threads - 1).submit(function, *part) for part in pairwise(borders[1:])]
     try:
         function(borders[0], borders[1])
     finally:

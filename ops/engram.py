@@ -53,8 +53,9 @@ def engram_lookup_mapped(
 ) -> Tensor:
     """As ``engram_lookup``, from memory that is no tensor of the device: host memory registered for it.
 
-    addresses: [chunks, 2] int64, where ``chunk_rows`` rows of codes lie and their scales, as the device of ``addresses``
-    sees them; ids [T, columns] int64; ``groups`` scales a row, 0 for a BF16 table -> [T, columns, dim] in ``dtype``.
+    addresses: [chunks, 2] int64, where ``chunk_rows`` rows of codes lie and their scales, as the device of
+    ``addresses`` sees them; ids [T, columns] int64; ``groups`` scales a row, 0 for a BF16 table -> [T, columns, dim]
+    in ``dtype``.
     This reference reads host memory: it serves a device whose addresses are the host's.
     """
     result = torch.zeros(*ids.shape, dim, dtype=dtype, device=ids.device)
@@ -135,8 +136,8 @@ def _lookup_mapped_cpu(
 def _hash_cpu(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad: int) -> Tensor:
     layers, orders, heads = primes.shape
     result = torch.empty(layers, len(ngrams), orders * heads, dtype=torch.int64)
-    constants = (constant.contiguous().numpy() for constant in (multipliers, primes, offsets))
-    native.hash_ngrams(ngrams.contiguous().numpy(), *constants, pad, result.numpy())
+    ngrams, multipliers, primes, offsets = (part.contiguous() for part in (ngrams, multipliers, primes, offsets))
+    native.hash_ngrams(ngrams.numpy(), multipliers.numpy(), primes.numpy(), offsets.numpy(), pad, result.numpy())
     return result
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _copy_row(codes, scales, row, inside, out, at, DIM: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_row(codes, scales, row, inside, out, at, DIM: tl.constexpr, GROUPS: tl.constexpr):
     """Row ``row`` of a table, or zeros unless ``inside``, to row ``at`` of ``out``; GROUPS 0: the table is BF16."""
     PARTS: tl.constexpr = GROUPS if GROUPS > 0 else 1
     part = tl.arange(0, PARTS)
@@ -25,10 +25,10 @@ def _copy_row(codes, scales, row, inside, out, at, DIM: tl.constexpr, GROUPS: tl
 
 
 @triton.jit
-def lookup(  # type: ignore[no-untyped-def]
+def lookup(
     codes, scales, ids, out, rows, tokens, columns, DIM: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """From device memory: codes [rows, DIM], scales [rows, GROUPS], ids [tokens, columns] -> out [tokens, columns, DIM]."""
+    """From device memory: codes [rows, DIM], scales [rows, GROUPS], ids [tokens, columns] -> out [.., .., DIM]."""
     column = tl.program_id(1)
     first = tl.program_id(0) * BLOCK
     for token in range(first, tl.minimum(first + BLOCK, tokens)):
@@ -39,7 +39,7 @@ def lookup(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lookup_mapped(  # type: ignore[no-untyped-def]
+def lookup_mapped(
     addresses, ids, out, rows, tokens, columns,
     CHUNK_ROWS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lowers one Triton kernel to linalg; run by ascend_compiler.py, with Triton-Ascend in front of the environment's Triton."""
+"""Lowers one Triton kernel to linalg; run by ascend_compiler.py, with Triton-Ascend before the environment's Triton."""
 
 from __future__ import annotations
 

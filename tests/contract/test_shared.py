@@ -27,7 +27,9 @@ def test_all_register_one_copy(checkpoint, tmp_path, runtime, ranks):
         assert len(files[0]) == 4
         assert all(found == files[0] for found in files)
         reports = members.wait("loaded")
-        assert all("registered host memory" in line and f"for {ranks} ranks" in line for report in reports for line in report)
+        assert all(
+            "registered host memory" in line and f"for {ranks} ranks" in line for report in reports for line in report
+        )
         members.tell("look up")
         assert all(members.wait("looked up"))
         members.tell("stop")

@@ -10,13 +10,12 @@ import threading
 import numpy as np
 import pytest
 import torch
+from engram.tables import DIM, expected, primes, write_tables
 
 from vllm_ascend_dsv41.engram import Acl, AclError, EngramOptions, EngramTables, Place, limits, probe, storage
 from vllm_ascend_dsv41.engram.memory import PinnedMemory, PrivateMemory, SharedMemory
 from vllm_ascend_dsv41.engram.registration import Registration
 from vllm_ascend_dsv41.quant import Weights
-
-from engram.tables import DIM, expected, primes, write_tables
 
 pytestmark = pytest.mark.long
 ROWS = {1: 600_001, 4: 30_000}  # three blocks of 262,144 rows, one block
@@ -90,7 +89,9 @@ def test_blocks_are_unregistered_last_first_before_their_memory_goes(checkpoint,
     monkeypatch.setattr(PrivateMemory, "close", lambda self: (done.append(("free",)), close(self)))
     made = tables(checkpoint, acl)
     done.clear()
-    registered = [address for layer in made._layers for part in layer.table.memory.values() for address in part.addresses]
+    registered = [
+        address for layer in made._layers for part in layer.table.memory.values() for address in part.addresses
+    ]
     made.close()
     assert [step[0] for step in done if step[0] != "synchronize"] == ["unregister"] * 2 + ["free"] * 2 + [
         "unregister"
@@ -114,7 +115,7 @@ FUNCTIONS = [
 @pytest.mark.parametrize("code", CODES)
 def test_no_failure_leaves_anything_behind(checkpoint, fake, acl, kernel, function, code):
     """Each call of each function fails once, from making the tables to closing them."""
-    before, failures, call = fake.left, 0, 1
+    before, raised, call = fake.left, [], 1
     while True:
         first = fake.calls(function)
         fake.inject(function, code, call)
@@ -123,8 +124,7 @@ def test_no_failure_leaves_anything_behind(checkpoint, fake, acl, kernel, functi
             made = tables(checkpoint, acl)
             made.close()
         except AclError as error:
-            assert (error.function, error.code) == (function, code)
-            failures += 1
+            raised.append((error.function, error.code))
             if made is not None:
                 made.close()
         fake.library.fakecann_clear_injections()
@@ -132,8 +132,9 @@ def test_no_failure_leaves_anything_behind(checkpoint, fake, acl, kernel, functi
         if fake.calls(function) - first < call:
             break
         call += 1
+    assert set(raised) <= {(function, code)}
     if function in ("aclrtHostRegisterV2", "aclrtHostGetDevicePointer"):
-        assert failures == call - 1 == 10
+        assert len(raised) == call - 1 == 10
 
 
 def test_the_device_must_be_set_first(checkpoint, fake, acl):
@@ -168,7 +169,9 @@ def test_what_another_owner_has_registered_is_refused(fake, acl):
 def test_flags_follow_where_the_memory_came_from(fake, acl, monkeypatch):
     flags = []
     real = acl._call
-    monkeypatch.setattr(acl, "_call", lambda name, *a: (flags.append(a[2]) if name.endswith("V2") else None, real(name, *a)))
+    monkeypatch.setattr(
+        acl, "_call", lambda name, *a: (flags.append(a[2]) if name.endswith("V2") else None, real(name, *a))
+    )
     for memory in (PrivateMemory(1, 2 << 20), SharedMemory(1, 2 << 20), PinnedMemory(1, 2 << 20, acl)):
         registration = Registration(acl, memory)
         registration.open()
@@ -237,5 +240,5 @@ def test_files_and_read_only_memory_are_refused_by_the_driver(fake, acl, tmp_pat
 def test_no_runtime():
     with pytest.raises(RuntimeError, match=r"nowhere.so cannot be loaded.*set_env"):
         Acl("/nowhere.so")
-    with pytest.raises(RuntimeError, match="CANN 8.5 or newer"):
+    with pytest.raises(RuntimeError, match=r"CANN 8\.5 or newer"):
         Acl("libc.so.6")

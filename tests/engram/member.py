@@ -21,7 +21,14 @@ OPTIONS = EngramOptions(dp_shared_memory=True, chunk_mib=16, load_threads=1)
 
 
 def member(
-    say: Connection, rank: int, ranks: int, meeting: str, checkpoint: Checkpoint, rows: dict[int, int], runtime: str, slow: bool
+    say: Connection,
+    rank: int,
+    ranks: int,
+    meeting: str,
+    checkpoint: Checkpoint,
+    rows: dict[int, int],
+    runtime: str,
+    slow: bool,
 ) -> None:
     """Makes the tables, loads them, looks rows up when asked, until told to stop. Sends (step, result)."""
     torch.set_num_threads(1)
@@ -39,7 +46,9 @@ def member(
 
         loader._Done.add = add_slowly  # type: ignore[method-assign]
     try:
-        tables = EngramTables(checkpoint, [(layer, primes(count)) for layer, count in rows.items()], DIM, OPTIONS, place)
+        tables = EngramTables(
+            checkpoint, [(layer, primes(count)) for layer, count in rows.items()], DIM, OPTIONS, place
+        )
         say.send(("made", shared_files()))
         tables.load()
         say.send(("loaded", tables.report()))
@@ -47,7 +56,11 @@ def member(
             equal = []
             for number, (layer, count) in enumerate(rows.items()):
                 ids = torch.randint(-3, count + 3, (200, 1))
-                equal.append(torch.equal(tables[number].lookup(ids, torch.float32), expected(checkpoint, layer, ids, torch.float32)))
+                equal.append(
+                    torch.equal(
+                        tables[number].lookup(ids, torch.float32), expected(checkpoint, layer, ids, torch.float32)
+                    )
+                )
             say.send(("looked up", all(equal)))
         tables.close()
         say.send(("closed", shared_files()))

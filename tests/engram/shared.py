@@ -22,7 +22,13 @@ class Members:
     """``ranks`` processes with one copy."""
 
     def __init__(
-        self, ranks: int, folder: Path, checkpoint: Checkpoint, rows: dict[int, int], runtime: str = "", slow: bool = False
+        self,
+        ranks: int,
+        folder: Path,
+        checkpoint: Checkpoint,
+        rows: dict[int, int],
+        runtime: str = "",
+        slow: bool = False,
     ) -> None:
         self.pipes, self.processes = [], []
         self.dev_shm = set(os.listdir("/dev/shm"))

@@ -75,7 +75,10 @@ def test_golden_hashes_and_rows(ngram_hash, golden, converted):
 def test_any_split_into_steps_gives_the_same_hashes(ngram_hash, data):
     """Several requests with images, each split anywhere, steps mixing whatever parts come next."""
     token = st.one_of(st.integers(0, 370), st.just(IMAGE))
-    requests = [torch.tensor(ids) for ids in data.draw(st.lists(st.lists(token, min_size=1, max_size=25), min_size=1, max_size=4))]
+    requests = [
+        torch.tensor(ids)
+        for ids in data.draw(st.lists(st.lists(token, min_size=1, max_size=25), min_size=1, max_size=4))
+    ]
     wanted = [whole(ngram_hash, ids) for ids in requests]
     done = [0] * len(requests)
     found = [torch.full_like(rows, -7) for rows in wanted]

@@ -11,8 +11,14 @@ from vllm_ascend_dsv41.engram import limits, numa
 
 @pytest.mark.parametrize(
     ("release", "free"),
-    [("5.10.0-60.18.0.50.oe2203.aarch64", False), ("4.19.90", False), ("5.11.0", True), ("5.15.0-91-generic", True)]
-    + [("6.1.0-18-arm64", True), ("10.0", True), ("", True)],
+    [
+        ("5.10.0-60.18.0.50.oe2203.aarch64", False),
+        ("4.19.90", False),
+        ("5.11.0", True),
+        ("5.15.0-91-generic", True),
+        ("6.1.0-18-arm64", True),
+        ("10.0", True),
+    ],
 )
 def test_kernels_that_map_memory_of_others(release, free):
     assert limits.maps_anonymous_memory(release) == free
@@ -71,7 +77,9 @@ Legend:
 """
 
 
-@pytest.mark.parametrize(("device", "visible", "node"), [(1, "", 0), (0, "1,2", 0), (1, "1,2", None), (0, "", None), (9, "1", None)])
+@pytest.mark.parametrize(
+    ("device", "visible", "node"), [(1, "", 0), (0, "1,2", 0), (1, "1,2", None), (0, "", None), (9, "1", None)]
+)
 def test_the_node_of_an_npu(tmp_path, monkeypatch, device, visible, node):
     """As npu-smi prints it (the format that vllm-ascend 0.30.0rc2 reads)."""
     tool = tmp_path / "npu-smi"

@@ -37,7 +37,9 @@ def test_all_use_one_copy(checkpoint, tmp_path, ranks):
         members.ended()
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), pytest.param(8, 0, marks=EIGHT), pytest.param(8, 5, marks=EIGHT)])
+@pytest.mark.parametrize(
+    ("ranks", "victim"), [(2, 0), (2, 1), pytest.param(8, 0, marks=EIGHT), pytest.param(8, 5, marks=EIGHT)]
+)
 def test_one_is_killed_while_the_table_loads(checkpoint, tmp_path, ranks, victim):
     with Members(ranks, tmp_path, checkpoint, ROWS, slow=True) as members:
         members.wait("made")
@@ -48,7 +50,9 @@ def test_one_is_killed_while_the_table_loads(checkpoint, tmp_path, ranks, victim
         members.ended()
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), pytest.param(8, 0, marks=EIGHT), pytest.param(8, 7, marks=EIGHT)])
+@pytest.mark.parametrize(
+    ("ranks", "victim"), [(2, 0), (2, 1), pytest.param(8, 0, marks=EIGHT), pytest.param(8, 7, marks=EIGHT)]
+)
 def test_one_is_killed_while_serving(checkpoint, tmp_path, ranks, victim):
     """The others keep the copy, whoever made it, and give it back when they end."""
     with Members(ranks, tmp_path, checkpoint, ROWS) as members:

@@ -143,7 +143,9 @@ def test_data_of_another_size_are_refused_before_memory_is_taken(checkpoint, mon
     monkeypatch.setattr("vllm_ascend_dsv41.engram.tables.PrivateMemory", None)
     key = "layers.4.engram.embed.scale"
     place = checkpoint.locations[key]
-    other = replace(checkpoint, locations={**checkpoint.locations, key: Location(place.file, place.offset, place.bytes - 8)})
+    other = replace(
+        checkpoint, locations={**checkpoint.locations, key: Location(place.file, place.offset, place.bytes - 8)}
+    )
     with pytest.raises(CheckpointError, match=r"scale has 39,992 bytes.*5,000 rows of 8.*config.json that belongs"):
         tables(other)
 
@@ -230,9 +232,11 @@ def test_closed_tables_are_not_looked_up(checkpoint):
 
 
 def test_too_little_memory_is_noticed_before_any_is_taken(checkpoint, monkeypatch):
-    monkeypatch.setattr(limits, "available", lambda: limits.Available(1 << 30, "memory.max = 1"))
+    monkeypatch.setattr(limits, "available", lambda: limits.Available(10 << 20, "memory.max = 1"))
     monkeypatch.setattr("vllm_ascend_dsv41.engram.tables.PrivateMemory", None)
-    with pytest.raises(EngramMemoryError, match=r"1 ranks need 0.0 GiB.*there are 1.0 GiB \(memory.max = 1\).*dp_shared"):
+    with pytest.raises(
+        EngramMemoryError, match=r"1 ranks need 0.0 GiB.*there are 0.0 GiB \(memory.max = 1\).*dp_shared"
+    ):
         tables(checkpoint)
 
 

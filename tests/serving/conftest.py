@@ -14,10 +14,10 @@ from serving.harness import Engine
 @pytest.fixture(scope="session")
 def engine(converted) -> Any:
     """``engine("a", "bf16", max_num_batched_tokens=64)``: the same arguments give the same engine again."""
-    alive: dict[tuple[Any, ...], Engine] = {}
+    alive: dict[tuple[str, str, str], Engine] = {}
 
     def make(preset: str, weights: str, **options: Any) -> Engine:
-        key = (preset, weights, *sorted(options.items()))
+        key = (preset, weights, repr(sorted(options.items())))
         if key not in alive:
             for other in alive.values():
                 other.close()

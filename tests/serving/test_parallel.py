@@ -93,7 +93,9 @@ def test_data_parallel_server(converted, reference, prompts, tmp_path, mode):
     options += ["--data-parallel-size", "2", "--api-server-count", "1"]
     options += DATA_PARALLEL[mode]
     asked, model = prompts(3, 40, 130, 300, 17, 64, seed=23), reference(directory)
-    with Server(directory, options, tmp_path / "log", env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}) as server:
+    with Server(
+        directory, options, tmp_path / "log", env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    ) as server:
 
         def complete(prompt: list[int]) -> list[int]:
             body = {

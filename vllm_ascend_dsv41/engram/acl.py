@@ -72,7 +72,7 @@ class Acl:
             raise AclError(name, code, detail.decode(errors="replace").strip())
 
     def _call_twice(self, name: str, *arguments: Any) -> None:
-        """For giving things back: what is lost by giving up at a passing failure would be lost until the process ends."""
+        """For giving things back: what a passing failure keeps would be lost until the process ends."""
         try:
             self._call(name, *arguments)
         except AclError:

@@ -12,7 +12,7 @@ import psutil
 
 from .memory import EngramMemoryError
 
-RESERVE = 4 << 30  # of the node's memory, for all else that starts up meanwhile
+RESERVE = 4 << 30  # of the node's memory, at most, for all else that starts up meanwhile
 CAP_IPC_LOCK = 14  # bit of CapEff (man 7 capabilities): limits of locked memory do not apply
 
 
@@ -70,12 +70,12 @@ def _memory_groups(proc: Path, cgroups: Path) -> list[tuple[Path, str, str, str]
 def check_memory(node_bytes: int, ranks: int, limit: Available | None = None) -> None:
     """Raise EngramMemoryError unless the tables of all ranks of this node fit."""
     limit = limit or available()
-    if node_bytes + RESERVE > limit.bytes:
+    if node_bytes + min(RESERVE, node_bytes // 10) > limit.bytes:
         raise EngramMemoryError(
             f"the Engram tables of this node's {ranks} ranks need {node_bytes / 2**30:,.1f} GiB of host memory, and "
-            f"{RESERVE >> 30} GiB are kept for the rest; there are {limit.bytes / 2**30:,.1f} GiB ({limit.limit}). Share "
-            "one copy between data-parallel ranks (--engram-config '{\"dp_shared_memory\": true}'), keep tables in device "
-            "memory ('{\"cpu_offload\": false}'), or raise the limit"
+            f"some must stay free; there are {limit.bytes / 2**30:,.1f} GiB ({limit.limit}). Share one copy between "
+            "data-parallel ranks (--engram-config '{\"dp_shared_memory\": true}'), keep tables in device memory "
+            "('{\"cpu_offload\": false}'), or raise the limit"
         )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch import Tensor
 
+from ..native.threads import executor
 from ..quant import Checkpoint, CheckpointError, Weights
 from .memory import Bytes
 from .storage import Table, part_bytes
@@ -20,10 +20,11 @@ Progress = Callable[[int, int], None]
 
 
 def table_groups(checkpoint: Checkpoint, prefix: str, primes: Tensor, dim: int) -> int:
-    """Scales of a row of the table ``<prefix>.weight``, 0 for a BF16 table. primes: bucket counts of its hash functions.
+    """Scales of a row of the table ``<prefix>.weight``, 0 for a BF16 table.
 
-    Raises CheckpointError where the data of the file are not the rows that the hash functions address, before memory is
-    taken: other rows give plausible text. (``open_checkpoint`` has compared dtypes and shapes with the config.)
+    primes: bucket counts of its hash functions. Raises CheckpointError where the data of the file are not the rows that
+    these address, before memory is taken: other rows give plausible text. (``open_checkpoint`` has compared dtypes and
+    shapes with the config.)
     """
     groups = 0 if checkpoint.weights is Weights.BF16 else dim // GROUP
     for part, size in part_bytes(dim, groups).items():
@@ -31,8 +32,9 @@ def table_groups(checkpoint: Checkpoint, prefix: str, primes: Tensor, dim: int) 
         found = checkpoint.locations[key].bytes
         if found != rows * size:
             raise CheckpointError(
-                f"{checkpoint.directory / checkpoint.files[key]}: {key} has {found:,} bytes; its hash functions address "
-                f"{rows:,} rows of {size}, which are {rows * size:,}. Use the config.json that belongs to the checkpoint"
+                f"{checkpoint.directory / checkpoint.files[key]}: {key} has {found:,} bytes; its hash functions "
+                f"address {rows:,} rows of {size}, which are {rows * size:,}. Use the config.json that "
+                "belongs to the checkpoint"
             )
     return groups
 
@@ -42,34 +44,34 @@ def load_table(
 ) -> None:
     """Fill ``table`` from ``<prefix>.weight`` and ``<prefix>.scale``.
 
-    Only this rank's rows are read, by ``threads`` threads, with no copy but the page cache's. ``progress`` is called with
-    bytes done and bytes in all. Raises CheckpointError when a file cannot be read, or has become shorter.
+    Only this rank's rows are read, by ``threads`` threads, with no copy but the page cache's. ``progress`` is called
+    with bytes done and bytes in all. Raises CheckpointError when a file cannot be read, or has become shorter.
     """
     done = _Done(sum(table.part_sizes.values()), progress)
     for part, size in part_bytes(table.shard.dim, table.groups).items():
         location = checkpoint.locations[f"{prefix}.{part}"]
-        path, first = checkpoint.directory / location.file, location.offset + table.shard.first_row * size
-        descriptor = _opened(path)
-        try:
-            if not table.concurrent:
+        start = location.offset + table.shard.first_row * size
+        with _File(checkpoint.directory / location.file, done) as file:
+            if table.concurrent:
+                _fill_in_parallel(file, start, table.spans(part), threads)
+            else:
                 for offset, place in table.spans(part):
-                    done.add(_fill(path, descriptor, first + offset, place))
-                continue
-            slices = [
-                (first + offset + at, place[at : at + SLICE])
-                for offset, place in table.spans(part)
-                for at in range(0, len(place), SLICE)
-            ]
-            with ThreadPoolExecutor(threads, thread_name_prefix="dsv41-load") as pool:
-                jobs = [pool.submit(lambda at, to: done.add(_fill(path, descriptor, at, to)), *one) for one in slices]  # noqa: B023
-                try:
-                    for job in jobs:
-                        job.result()
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
-        finally:
-            os.close(descriptor)
+                    file.fill(start + offset, place)
+
+
+def _fill_in_parallel(file: _File, start: int, spans: Iterable[tuple[int, Bytes]], threads: int) -> None:
+    with executor(threads) as pool:
+        jobs = [
+            pool.submit(file.fill, start + offset + at, place[at : at + SLICE])
+            for offset, place in spans
+            for at in range(0, len(place), SLICE)
+        ]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 class _Done:
@@ -85,22 +87,35 @@ class _Done:
                 self._progress(self._bytes, self._total)
 
 
-def _opened(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
+class _File:
+    """A file to be read at any place by any thread."""
 
+    def __init__(self, path: Path, done: _Done) -> None:
+        self._path, self._done = path, done
 
-def _fill(path: Path, descriptor: int, offset: int, place: Bytes) -> int:
-    """Read from a byte of the file on until ``place`` is full."""
-    done = 0
-    while done < len(place):
+    def __enter__(self) -> _File:
         try:
-            count = os.preadv(descriptor, [place[done:]], offset + done)
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read at byte {offset + done} ({error.strerror})") from error
-        if count == 0:
-            raise CheckpointError(f"{path}: ends before byte {offset + done}, it was cut meanwhile; fetch it again")
-        done += count
-    return done
+            raise CheckpointError(f"{self._path}: cannot be opened ({error.strerror})") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def fill(self, begin: int, place: Bytes) -> None:
+        """Read from byte ``begin`` on until ``place`` is full."""
+        at = 0
+        while at < len(place):
+            try:
+                count = os.preadv(self._descriptor, [place[at:].data], begin + at)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._path}: cannot be read at byte {begin + at} ({error.strerror})"
+                ) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self._path}: ends before byte {begin + at}, it was cut meanwhile; fetch it again"
+                )
+            at += count
+        self._done.add(at)

@@ -11,6 +11,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class HostMemory(ABC):
         """Let every page be there now, on whichever node was chosen, rather than when it is first used."""
         for block in self.blocks:
             pages = block[:: mmap.PAGESIZE]
-            spread(lambda begin, end, pages=pages: pages[begin:end].fill(0), len(pages), threads)
+            spread(partial(_zero, pages), len(pages), threads)
 
     def placement(self) -> dict[int, int]:
         """NUMA node -> bytes there."""
@@ -97,7 +98,9 @@ class _Mapped(HostMemory):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError as error:
-                raise EngramMemoryError(f"this kernel has no transparent huge pages ({error}); leave use_thp out") from error
+                raise EngramMemoryError(
+                    f"this kernel has no transparent huge pages ({error}); leave use_thp out"
+                ) from error
 
     def close(self) -> None:
         self.blocks = []
@@ -123,9 +126,9 @@ class PrivateMemory(_Mapped):
 class SharedMemory(_Mapped):
     """Memory that the processes of a node share.
 
-    It has no name and lies in no file system (man 2 memfd_create): the size of /dev/shm does not limit it, and it is gone
-    with the last process that uses it, however that ends. ``handle`` tells other processes of the same user how to find
-    it; the one who made it must live until they have.
+    It has no name and lies in no file system (man 2 memfd_create): the size of /dev/shm does not limit it, and it is
+    gone with the last process that uses it, however that ends. ``handle`` tells other processes of the same user how to
+    find it; the one who made it must live until they have.
     """
 
     def __init__(self, size: int, block: int, handle: tuple[int, int] | None = None) -> None:
@@ -138,8 +141,8 @@ class SharedMemory(_Mapped):
                 self._file = os.open(f"/proc/{handle[0]}/fd/{handle[1]}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise EngramMemoryError(
-                f"the shared copy of an Engram table ({size:,} bytes) cannot be made or opened: {error}; ranks that share "
-                "run in one container under one user, or each with a copy of its own (dp_shared_memory false)"
+                f"the shared copy of an Engram table ({size:,} bytes) cannot be made or opened: {error}; ranks that "
+                "share run in one container under one user; others have copies of their own (dp_shared_memory false)"
             ) from error
         self.handle = handle or (os.getpid(), self._file)
         try:
@@ -169,8 +172,7 @@ class PinnedMemory(HostMemory):
             for at in range(0, length, block):
                 count = min(block, length - at)
                 address = acl.allocate(count)
-                raw = (ctypes.c_uint8 * count).from_address(address)
-                self.blocks.append(np.frombuffer(raw, dtype=np.uint8))
+                self.blocks.append(np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address)))
                 ctypes.memset(address, 0, count)
         except BaseException:
             self.close()
@@ -181,6 +183,10 @@ class PinnedMemory(HostMemory):
         while self.blocks:
             self._acl.free(self.blocks[-1].ctypes.data)
             self.blocks.pop()
+
+
+def _zero(pages: Bytes, begin: int, end: int) -> None:
+    pages[begin:end] = 0
 
 
 def take(parts: Iterable[str], allocate: Callable[[str], HostMemory]) -> dict[str, HostMemory]:

@@ -34,8 +34,8 @@ class Peers:
         return values
 
     def together(self, what: str, function: Callable[[], T]) -> T:
-        """Call the function on every rank. Where it raises, the exception goes on; every other rank closes its result, if
-        that can be closed, and raises PeerError with the text."""
+        """Call the function on every rank. Where it raises, the exception goes on; every other rank closes its result,
+        if that can be closed, and raises PeerError with the text."""
         error, result = None, None
         try:
             result = function()
@@ -46,14 +46,17 @@ class Peers:
         except PeerError:
             if error is not None:
                 raise error from None
-            if hasattr(result, "close"):
-                result.close()
+            _close(result)
             raise
         if error is not None:
             raise error
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
         if failures:
-            if hasattr(result, "close"):
-                result.close()
+            _close(result)
             raise PeerError(f"{what}: {'; '.join(failures)}")
         return result  # type: ignore[return-value]
+
+
+def _close(result: Any) -> None:
+    if hasattr(result, "close"):
+        result.close()

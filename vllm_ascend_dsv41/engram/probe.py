@@ -42,14 +42,16 @@ def probe(acl: Acl, device: torch.device, allocate: Allocate) -> None:
         acl.synchronize()
     finally:
         table.close()
-    codes, scale = (torch.from_numpy(values) for values in content.values())
-    values = codes.view(torch.int8).view(ROWS, GROUPS, -1).float() * scale.view(torch.float32).view(ROWS, GROUPS, 1)
-    padded = torch.cat([values.flatten(1), torch.zeros(1, DIM)])  # of ids outside the table: zeros
+    codes, scale = (torch.from_numpy(part) for part in content.values())
+    dequantised = codes.view(torch.int8).view(ROWS, GROUPS, -1).float() * scale.view(torch.float32).view(
+        ROWS, GROUPS, 1
+    )
+    padded = torch.cat([dequantised.flatten(1), torch.zeros(1, DIM)])  # of ids outside the table: zeros
     expected = padded[torch.where((rows >= 0) & (rows < ROWS), rows, ROWS)]
     wrong = (found != expected).any(1).nonzero().flatten()
     if len(wrong):
         raise HostReadError(
             f"device {device} read host memory wrongly: {len(wrong)} of {len(rows)} rows differ, the first is row "
-            f"{int(rows[wrong[0]])}. Host memory cannot be used for the tables on this machine: update driver and firmware "
-            "(HDK), or keep them in device memory (--engram-config '{\"cpu_offload\": false}')"
+            f"{int(rows[wrong[0]])}. Host memory cannot be used for the tables on this machine: update driver and "
+            "firmware (HDK), or keep them in device memory (--engram-config '{\"cpu_offload\": false}')"
         )

@@ -17,7 +17,7 @@ def check_columns(columns: int, ranks: int) -> None:
         raise EngramShardError(
             f"{columns} Engram hash columns cannot be divided among {ranks} ranks; choose a tensor-parallel size that "
             f"divides {columns}, or share one copy between data-parallel ranks instead of dividing it (--engram-config "
-            '\'{"dp_shared_memory": true}\' without embedding_across_dp)'
+            "'{\"dp_shared_memory\": true}' without embedding_across_dp)"
         )
 
 

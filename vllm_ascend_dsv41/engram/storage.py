@@ -39,7 +39,9 @@ def block_rows(dim: int, groups: int, chunk: int) -> int:
     unit = math.lcm(*(HUGE_PAGE // math.gcd(HUGE_PAGE, size) for size in sizes))
     rows = max(1, min(chunk, OFFSET_LIMIT - 1) // (unit * max(sizes))) * unit
     if rows * max(sizes) >= OFFSET_LIMIT:
-        raise ValueError(f"Engram rows of {dim} values with {groups} scales: {unit} rows fill no huge pages below 2 GiB")
+        raise ValueError(
+            f"Engram rows of {dim} values with {groups} scales: {unit} rows fill no huge pages below 2 GiB"
+        )
     return rows
 
 
@@ -171,7 +173,7 @@ class RegisteredTable(HostTable):
         self._registrations = {part: Registration(acl, part_memory) for part, part_memory in memory.items()}
 
     def open(self) -> None:
-        """Register all parts for the device that this thread has set. Raises AclError; nothing stays registered then."""
+        """Register all parts for the device that this thread has set. After an AclError nothing stays registered."""
         try:
             for registration in self._registrations.values():
                 registration.open()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,7 +97,9 @@ class EngramTables:
         for index, primes in layers:
             prefix = f"layers.{index}.engram.embed"
             shard = TableShard.of(primes, self._dim, self._place.shard, self._place.shards)
-            plan.append(_Layer(prefix, shard, primes.numel(), table_groups(self._checkpoint, prefix, primes, self._dim)))
+            plan.append(
+                _Layer(prefix, shard, primes.numel(), table_groups(self._checkpoint, prefix, primes, self._dim))
+            )
         return plan
 
     @property
@@ -113,13 +116,15 @@ class EngramTables:
         return self._place.sharing is None or self._place.sharing.rank == 0
 
     def _check_memory(self) -> None:
-        """Compare what all ranks of this node are about to take with what there is, before the first of them takes any."""
+        """Compare what all ranks of this node are about to take with what there is, before the first takes any."""
         everyone, host = self._place.everyone, _host()
         in_host_memory = self._options.cpu_offload or self._place.device.type == "cpu"
         own = self.nbytes if in_host_memory and self._writes else 0
         needs = everyone.exchange((host, own), "comparing the Engram tables with the memory")
         here = [size for name, size in needs if name == host]
-        everyone.together("comparing the Engram tables with the memory", lambda: limits.check_memory(sum(here), len(here)))
+        everyone.together(
+            "comparing the Engram tables with the memory", lambda: limits.check_memory(sum(here), len(here))
+        )
 
     def _runtime(self) -> Acl | None:
         """The runtime that registers host memory, after it has done so once; None where none is needed."""
@@ -208,7 +213,7 @@ class EngramTables:
     def load(self) -> set[str]:
         """Fill every table from the checkpoint; returns the keys that were read."""
         for layer in self._layers:
-            self._place.everyone.together(f"loading the table {layer.prefix}", lambda layer=layer: self._load(layer))
+            self._place.everyone.together(f"loading the table {layer.prefix}", partial(self._load, layer))
         for line in self.report():
             logger.info("Engram: %s", line)
         return {f"{layer.prefix}.{part}" for layer in self._layers for part in self._sizes(layer)}
@@ -228,7 +233,9 @@ class EngramTables:
         table, shard, sharing = layer.table, layer.shard, self._place.sharing
         assert table is not None
         size = sum(table.part_sizes.values())
-        text = f"{layer.prefix}: {shard.rows:,} rows, {'INT8' if layer.groups else 'BF16'}, {_bytes(size)} in {table.kind}"
+        text = (
+            f"{layer.prefix}: {shard.rows:,} rows, {'INT8' if layer.groups else 'BF16'}, {_bytes(size)} in {table.kind}"
+        )
         if shard.columns < layer.columns:
             last = shard.first_column + shard.columns - 1
             text += f", hash columns {shard.first_column} to {last} of {layer.columns}"

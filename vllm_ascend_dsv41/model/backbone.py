@@ -6,33 +6,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from ..engram import EngramOptions, EngramTables, NgramHash, Pending
 from ..layer_plan import ModelPlan
-from ..ops import DEAD, hc_collapse
+from ..ops import hc_collapse
 from ..quant import Checkpoint, open_checkpoint
 from ..quant.rotation import FILE as ROTATION_FILE
 from ..quant.rotation import read_block
 from ..upstream import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding, get_forward_context
 from .compressor import Compressor
-from .engram import Engram, EngramReader
+from .engram import Engram
+from .engram_memory import EngramMemory
 from .layer import Layer
 from .parameters import Norm
-from .ranks import EngramRanks
 from .step import Rope, Step
 from .weights import load_weights
-
-
-class _FastTokenizer:
-    """The part of a Hugging Face fast tokenizer that the Engram token map reads."""
-
-    def __init__(self, path: str) -> None:
-        self.backend_tokenizer = Tokenizer.from_file(path)
-
-    def __len__(self) -> int:
-        return int(self.backend_tokenizer.get_vocab_size())
 
 
 class Backbone(nn.Module):
@@ -49,48 +37,21 @@ class Backbone(nn.Module):
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
         self.rope = Rope(config)
-        self.hash, self.engram_tables, self.engram_reader = None, None, None
+        self.engram: EngramMemory | None = None
         if any(layer.engram is not None for layer in plan.trunk):
-            self._make_engram(vllm_config, checkpoint, plan)
+            self.engram = EngramMemory(vllm_config, checkpoint, self.embed_tokens.weight.device)
         sources: dict[int, Compressor] = {}
         block = read_block(checkpoint.directory / ROTATION_FILE, config.hidden_size)
         rotation = None if block is None else torch.from_numpy(block).to(self.embed_tokens.weight.device)
         layers = []
         for layer in plan.trunk:
             name, engram = f"{prefix}.layers.{layer.index}", None
-            if layer.engram is not None and self.hash is not None:
-                columns = self.hash.primes[layer.engram].numel()
-                arguments = (config, layer.engram, columns, self.engram_reader, rotation, quant_config)
-                engram = Engram(*arguments, f"{name}.engram")
+            if layer.engram is not None and self.engram is not None:
+                engram = Engram(config, layer.engram, self.engram, rotation, quant_config, f"{name}.engram")
             layers.append(Layer(config, layer, sources, engram, dtype, quant_config, name))
         self.layers = nn.ModuleList(layers)
         self.window_prefix = layers[0].attn.window.prefix
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-
-    def _make_engram(self, vllm_config: Any, checkpoint: Checkpoint, plan: ModelPlan) -> None:
-        text = {**checkpoint.config["text_config"], "image_token_id": self.image_token_id}
-        self.hash = NgramHash(text, _FastTokenizer(str(checkpoint.directory / "tokenizer.json")))
-        options = EngramOptions.of(vllm_config.engram_config, vllm_config.additional_config)
-        dim, ranks = text["engram_head_dim"], EngramRanks.of(options, self.embed_tokens.weight.device)
-        layers = [(layer.index, self.hash.primes[layer.engram].cpu()) for layer in plan.trunk if layer.engram is not None]
-        self.engram_tables = EngramTables(checkpoint, layers, dim, options, ranks.place)
-        shard = self.engram_tables[0].shard
-        dtype = vllm_config.model_config.dtype
-        self.engram_reader = EngramReader(self.engram_tables, shard, ranks, dtype, options.prefetch)
-
-    def _engram(self, input_ids: Tensor, metadata: dict[str, Any] | None, lookback: Tensor | None) -> list[Pending]:
-        """Look-ups of all Engram layers. A dummy run has no token ids and looks nothing up, but takes part."""
-        if self.hash is None or self.engram_reader is None:
-            return []
-        if metadata is None:
-            layers, orders, heads = self.hash.primes.shape
-            rows = torch.full((layers, len(input_ids), orders * heads), DEAD, device=input_ids.device)
-        elif lookback is None:
-            raise RuntimeError("the model runner gave no lookback token ids; Engram would read wrong rows")
-        else:
-            own = metadata[self.window_prefix]
-            rows = self.hash(input_ids, own.request, own.query_start, lookback)
-        return self.engram_reader.start(rows)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, lookback: Tensor | None, inputs_embeds: Tensor | None = None
@@ -103,7 +64,10 @@ class Backbone(nn.Module):
         metadata = get_forward_context().attn_metadata
         metadata = metadata if isinstance(metadata, dict) and metadata else None
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        engram = self._engram(input_ids, metadata, lookback)
+        engram = []
+        if self.engram is not None:
+            own = None if metadata is None else metadata[self.window_prefix]
+            engram = self.engram.start(input_ids, own, lookback)
         step = Step(positions.long(), input_ids == self.image_token_id, metadata, self.rope, engram)
         streams = x[:, None].expand(-1, self.hc, -1).contiguous()
         pre = torch.zeros(len(x), self.hc, dtype=torch.float32, device=x.device)
@@ -136,7 +100,7 @@ class DeepseekV41ForCausalLM(nn.Module):
     @property
     def token_lookback_depth(self) -> int:
         """How many earlier token ids of each request the runner must supply."""
-        return 0 if self.model.hash is None else self.model.hash.lookback
+        return 0 if self.model.engram is None else self.model.engram.hash.lookback
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, D]."""
@@ -160,8 +124,8 @@ class DeepseekV41ForCausalLM(nn.Module):
 
     def close(self) -> None:
         """Give back what the process does not give back by ending: registered memory, last."""
-        if self.model.engram_tables is not None:
-            self.model.engram_tables.close()
+        if self.model.engram is not None:
+            self.model.engram.tables.close()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """vLLM's call: every tensor of the weight files, in any order. Returns the parameters' names."""

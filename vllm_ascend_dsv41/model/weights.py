@@ -121,8 +121,8 @@ def load_weights(model: Any, checkpoint: Checkpoint, weights: Iterable[tuple[str
         except (CheckpointShapeError, AssertionError) as error:
             file = checkpoint.directory / checkpoint.files[key]
             raise CheckpointError(f"{file}: {key}: {error or 'has a shape that does not fit'}") from error
-    if model.model.engram_tables is not None:
-        seen |= model.model.engram_tables.load()
+    if model.model.engram is not None:
+        seen |= model.model.engram.tables.load()
     missing = sorted(set(checkpoint.files) - seen)
     if missing:
         raise CheckpointError(f"{checkpoint.directory}: not delivered by the weight loader: {', '.join(missing[:5])}")

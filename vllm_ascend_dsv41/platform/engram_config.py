@@ -19,8 +19,9 @@ class AscendEngramConfig(EngramConfig):  # type: ignore[misc]
 
 
 def accept_engram_config(architecture: str) -> None:
-    """Let vLLM take --engram-config for the model: 0.30.0 refuses it unless the platform is CUDA. The hook is vLLM's own
-    place for what an architecture changes in the configuration."""
+    """Let vLLM take --engram-config for the model: 0.30.0 refuses it unless the platform is CUDA.
+
+    The hook is vLLM's own place for what an architecture changes in the configuration."""
     upstream = MODELS_CONFIG_MAP.get(architecture)
     if upstream is None or getattr(upstream, "accepts_engram_config", False):
         return

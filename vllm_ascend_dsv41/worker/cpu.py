@@ -80,7 +80,7 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """As upstream, after the Engram tables were given back."""
-        model = getattr(getattr(self, "model_runner", None), "model", None)
-        if hasattr(model, "close"):
-            model.close()
+        close = getattr(getattr(getattr(self, "model_runner", None), "model", None), "close", None)
+        if close is not None:  # a start that failed early has no model, another model has nothing to close
+            close()
         super().shutdown()

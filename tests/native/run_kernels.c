@@ -66,6 +66,27 @@ int main(void) {
             memcpy(values, first, count * sizeof(float));
             place = dsv41_hadamard((int64_t)count / GROUP, values);
             break;
+        case 9: /* engram_rows_bf16 and _float: tile_rows rows in chunks of 7, columns wide, looked up by rows ids */
+        {
+            const int64_t groups = columns / GROUP, chunk_count = (tile_rows + 6) / 7;
+            int64_t (*chunks)[2] = malloc((size_t)chunk_count * sizeof *chunks);
+            first = taken((size_t)(tile_rows * (columns + groups * 4))), second = taken((size_t)rows * sizeof(int64_t));
+            for (int64_t chunk = 0; chunk < chunk_count; chunk++) {
+                chunks[chunk][0] = (int64_t)(uintptr_t)((char *)first + chunk * 7 * columns);
+                chunks[chunk][1] = (int64_t)(uintptr_t)((char *)first + tile_rows * columns + chunk * 7 * groups * 4);
+            }
+            place = dsv41_engram_rows_bf16((const int64_t (*)[2])chunks, second, rows, tile_rows, 7, columns, groups, bits);
+            dsv41_engram_rows_float((const int64_t (*)[2])chunks, second, rows, tile_rows, 7, columns, groups, values);
+            free(chunks);
+            break;
+        }
+        case 10: /* hash_ngrams: rows tokens of 4 ids, columns (a multiple of 3) hashes each, into codes */
+            first = taken((size_t)(rows * 4) * sizeof(int64_t)), second = taken((size_t)(4 + 2 * columns) * sizeof(int64_t));
+            free(codes), codes = calloc(count * 8 + 1, 1);
+            place = dsv41_hash_ngrams(first, second, (int64_t *)second + 4, (int64_t *)second + 4 + columns, rows, 4, 1,
+                                      columns / 3, 2, (int64_t *)codes);
+            memcpy(values, codes, count * sizeof(float)), memcpy(bits, codes, count * sizeof(uint16_t));
+            break;
         default:
             return 4;
         }

@@ -26,6 +26,8 @@ FUNCTIONS = [
     "bf16_from_float",
     "float_from_bf16",
     "hadamard",
+    "engram_rows",
+    "hash_ngrams",
 ]
 
 
@@ -63,6 +65,19 @@ def case(number: int, random: np.random.Generator) -> tuple[tuple[int, int, int]
             exponents = random.integers(-149, 120, (rows, 1)).astype(np.float64)
             values = (values * 2.0**exponents).astype(np.float32)
         return (rows, columns, 1), [values]
+    if name == "engram_rows":
+        table, groups = int(random.integers(1, 40)), columns // 32
+        scale = np.exp2(random.integers(-149, 127, table * groups).astype(np.float64)).astype(np.float32)
+        if wild:
+            scale = random.integers(0, 0x7F800000, table * groups, dtype=np.uint32).view(np.float32)
+        codes = random.integers(0, 256, table * columns, dtype=np.uint8)
+        ids = random.integers(-3, table + 3, rows)
+        return (rows, columns, table), [np.concatenate([codes, scale.view(np.uint8)]), ids]
+    if name == "hash_ngrams":
+        columns = int(random.integers(1, 9)) * 3
+        ngrams = random.integers(-1, 99_092, (rows, 4))
+        constants = [random.integers(-(2**62), 2**62, 4), random.integers(2, 2**40, columns)]
+        return (rows, columns, 1), [ngrams, np.concatenate([*constants, random.integers(0, 2**40, columns)])]
     if name == "float_from_bf16":
         return (rows, columns, 1), [random.integers(0, 0x7F00, (rows, columns), dtype=np.uint16)]
     low, high = (0, 256) if wild else (100, 150)
@@ -84,6 +99,17 @@ def here(number: int, shape: tuple[int, int, int], inputs: list[Any]) -> tuple[i
     buffers = [np.zeros((rows, columns), np.int8), np.zeros(rows * tiles, np.float32)]
     buffers += [np.zeros((rows, columns), np.float32), np.zeros((rows, columns), np.uint16)]
     codes, scales, values, bits = buffers
+    if name == "engram_rows":
+        return look_up(inputs, tile_rows, columns, values, bits), buffers
+    if name == "hash_ngrams":
+        first, primes, offsets = inputs[1][:4], inputs[1][4 : 4 + columns], inputs[1][4 + columns :]
+        out = np.zeros((1, rows, columns), np.int64)
+        native.hash_ngrams(inputs[0], first[None], primes.reshape(1, 3, -1), offsets[None], 2, out)
+        raw = out.view(np.uint8).flatten()
+        buffers[0] = raw[: rows * columns]
+        values[:] = raw[: values.nbytes].view(np.float32).reshape(values.shape)
+        bits[:] = raw[: bits.nbytes].view(np.uint16).reshape(bits.shape)
+        return -1, buffers
     if name == "hadamard":
         values[:] = inputs[0]
         return native.hadamard(values), buffers
@@ -94,6 +120,16 @@ def here(number: int, shape: tuple[int, int, int], inputs: list[Any]) -> tuple[i
     if name.startswith("int8"):
         return getattr(native, name)(*inputs, codes, scales[:rows]), buffers
     return getattr(native, name)(*inputs, bits if name == "bf16_from_float" else values), buffers
+
+
+def look_up(inputs: list[Any], table: int, columns: int, values: Any, bits: Any) -> int:
+    """As case 9 of run_kernels.c."""
+    groups, memory = columns // 32, inputs[0]
+    codes, scales = memory.ctypes.data, memory.ctypes.data + table * columns
+    starts = [[codes + row * columns, scales + row * groups * 4] for row in range(0, table, 7)]
+    for out in (bits, values):
+        native.engram_rows(np.array(starts), inputs[1], table, 7, groups, out)
+    return -1
 
 
 @pytest.mark.parametrize("number", range(len(FUNCTIONS)))

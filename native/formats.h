@@ -9,6 +9,8 @@
 
 enum { GROUP = 32, INT8_LIMIT = 127, FP8_NAN = 0x7f, E8M0_NAN = 255, BF16_NAN = 0x7fc0 };
 enum { CACHE_LINE = 64, AHEAD = 16 /* rows fetched before their turn */, LOOKUP_BYTES = 8192 /* of codes in a batch */ };
+enum { RELEASED_DIM = 256 /* of the released model's Engram rows */ };
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 static inline float float_of_bits(uint32_t bits) {
     float value;

@@ -211,7 +211,7 @@ TARGET static int64_t NAME(float_from_bf16)(const uint16_t *values, int64_t coun
 
 /* A code times a power of two has seven significant bits at most: BF16 holds it as it is. Of other products one is NaN
    only where the scale is not finite, which is asked once for all of a group. */
-TARGET static inline void NAME(bf16_of_codes)(const int8_t *restrict codes, float scale, int64_t count,
+TARGET static ALWAYS_INLINE void NAME(bf16_of_codes)(const int8_t *restrict codes, float scale, int64_t count,
                                               uint16_t *restrict out) {
     const uint32_t bits = bits_of_float(scale);
     if (count == GROUP && !(bits & 0x7fffffu) && (bits >> 23) - 1 < 254u)
@@ -222,7 +222,7 @@ TARGET static inline void NAME(bf16_of_codes)(const int8_t *restrict codes, floa
         for (int64_t i = 0; i < count; i++) out[i] = bf16_or_nan((float)codes[i] * scale);
 }
 
-TARGET static inline void NAME(float_of_codes)(const int8_t *restrict codes, float scale, int64_t count,
+TARGET static ALWAYS_INLINE void NAME(float_of_codes)(const int8_t *restrict codes, float scale, int64_t count,
                                                float *restrict out) {
     if (count == GROUP)
         for (int i = 0; i < GROUP; i++) out[i] = (float)codes[i] * scale;
@@ -232,28 +232,31 @@ TARGET static inline void NAME(float_of_codes)(const int8_t *restrict codes, flo
 
 /* Copies rows of a batch to the first-level cache, so that the processor waits for several at once, and fetches later
    ones. (GCC 12 takes a function of nothing but prefetches for one without effect and leaves its calls out.) */
-TARGET static inline void NAME(copy_rows)(const int64_t (*chunks)[2], const int64_t *ids, int64_t count, int64_t known,
-                                          int64_t rows, int64_t chunk_rows, int64_t dim, int64_t groups,
-                                          int8_t *restrict codes, float *restrict scales) {
+TARGET static ALWAYS_INLINE void NAME(copy_rows)(const int64_t (*chunks)[2], const int64_t *ids, int64_t count,
+                                                 int64_t known, int64_t rows, int64_t chunk_rows, int64_t dim,
+                                                 int64_t groups, int8_t *restrict codes, float *restrict scales) {
+    const int shift = chunk_rows & (chunk_rows - 1) ? -1 : __builtin_ctzll((uint64_t)chunk_rows);
     for (int64_t k = 0; k < count; k++) {
-        const int64_t later = k + AHEAD < known ? ids[k + AHEAD] : -1;
+        const int64_t later = k + AHEAD < known ? ids[k + AHEAD] : -1, id = ids[k];
         if ((uint64_t)later < (uint64_t)rows) {
-            const int64_t chunk = later / chunk_rows, row = later - chunk * chunk_rows;
+            const int64_t chunk = shift < 0 ? later / chunk_rows : later >> shift, row = later - chunk * chunk_rows;
             const char *const place = (const char *)(uintptr_t)chunks[chunk][0] + row * dim;
             for (int64_t i = 0; i < dim; i += CACHE_LINE) __builtin_prefetch(place + i);
             __builtin_prefetch((const float *)(uintptr_t)chunks[chunk][1] + row * groups);
         }
-        if ((uint64_t)ids[k] >= (uint64_t)rows) continue;
-        const int64_t chunk = ids[k] / chunk_rows, row = ids[k] - chunk * chunk_rows;
+        if ((uint64_t)id >= (uint64_t)rows) continue;
+        const int64_t chunk = shift < 0 ? id / chunk_rows : id >> shift, row = id - chunk * chunk_rows;
         memcpy(codes + k * dim, (const int8_t *)(uintptr_t)chunks[chunk][0] + row * dim, (size_t)dim);
         memcpy(scales + k * groups, (const float *)(uintptr_t)chunks[chunk][1] + row * groups,
                (size_t)groups * sizeof *scales);
     }
 }
 
+/* Compiled twice: for the rows of the released model, whose sizes unroll, and for any. */
 #define ENGRAM_ROWS(function, type, convert)                                                                           \
-    TARGET static int64_t NAME(function)(const int64_t(*chunks)[2], const int64_t *ids, int64_t count, int64_t rows,   \
-                                         int64_t chunk_rows, int64_t dim, int64_t groups, type *out) {                 \
+    TARGET static ALWAYS_INLINE void NAME(function##_of)(const int64_t(*chunks)[2], const int64_t *ids, int64_t count, \
+                                                         int64_t rows, int64_t chunk_rows, int64_t dim, int64_t groups,\
+                                                         type *out) {                                                  \
         int8_t codes[LOOKUP_BYTES];                                                                                    \
         float scales[LOOKUP_BYTES];                                                                                    \
         const int64_t size = dim / groups, batch = LOOKUP_BYTES / dim;                                                 \
@@ -267,6 +270,13 @@ TARGET static inline void NAME(copy_rows)(const int64_t (*chunks)[2], const int6
                     for (int64_t g = 0; g < groups; g++)                                                               \
                         NAME(convert)(codes + k * dim + g * size, scales[k * groups + g], size, out + g * size);       \
         }                                                                                                              \
+    }                                                                                                                  \
+    TARGET static int64_t NAME(function)(const int64_t(*chunks)[2], const int64_t *ids, int64_t count, int64_t rows,   \
+                                         int64_t chunk_rows, int64_t dim, int64_t groups, type *out) {                 \
+        if (dim == RELEASED_DIM && groups == RELEASED_DIM / GROUP)                                                     \
+            NAME(function##_of)(chunks, ids, count, rows, chunk_rows, RELEASED_DIM, RELEASED_DIM / GROUP, out);        \
+        else                                                                                                           \
+            NAME(function##_of)(chunks, ids, count, rows, chunk_rows, dim, groups, out);                               \
         return -1;                                                                                                     \
     }
 

@@ -3,10 +3,10 @@
     python benchmarks/engram.py --work DIR [--rows 4 32] [--file-gb 4]
 
 Look-up: tables of ``--rows`` million rows of 256 INT8 codes with eight float32 scales, in memory as serving has it.
-Ours gives BF16 values; ``index_select`` gives the codes alone, ``copy`` moves as many bytes as the codes have, one after
-the other. Times are the best of ``--repeat`` calls, each with ids of its own, per row. ``skewed``: 9 of 10 ids among one
-row in a hundred. Loading: a table of ``--file-gb`` written to DIR, read by ``cat`` and into its place (whose pages are
-first touched then), with the page cache holding all of it (warm) or nothing (cold).
+Ours gives BF16 values; ``index_select`` gives the codes alone, ``copy`` moves as many bytes as the codes have, one
+after the other. Times are the best of ``--repeat`` calls, each with ids of its own, per row. ``skewed``: 9 of 10 ids
+among one row in a hundred. Loading: a table of ``--file-gb`` written to DIR, read by ``cat`` and into its place (whose
+pages are first touched then), with the page cache holding all of it (warm) or nothing (cold).
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def look_up(rows: int, repeat: int, huge: bool) -> None:
                 shape = rows, per_block, DIM, GROUPS, torch.bfloat16
                 ours = best(repeat, lambda i, shape=shape: engram_lookup_mapped(addresses, i[:, None], *shape), ids)
                 theirs = best(repeat, lambda i: codes.index_select(0, i), ids)
-                places = iter(range(0, (repeat + 1) * count * DIM, count * DIM))
-                copied = best(repeat, lambda place: flat[place : place + count * DIM].clone(), partial(next, places))
+                parts = iter(flat.split(count * DIM))
+                copied = best(repeat, lambda part: part.clone(), partial(next, parts))
                 cells += [f"{seconds / count * 1e9:8.1f}" for seconds in (ours, theirs, copied)]
                 cells.append(f"{theirs / ours:6.2f}")
             print(f"{rows >> 20:4} M  {pages:11} {kind:8} {title:21}" + " ".join(cells), flush=True)
@@ -157,8 +157,11 @@ def cache(checkpoint: Checkpoint, warm: bool) -> list[str]:
     return paths
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def peak() -> int:
+    """Most bytes that were resident at once since the last call; begins anew."""
+    most = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+    Path("/proc/self/clear_refs").write_text("5")
+    return most
 
 
 def loading(work: Path, gb: float, repeat: int) -> None:
@@ -189,12 +192,13 @@ def load_once(
     checkpoint: Checkpoint, primes: Tensor, options: EngramOptions, warm: bool, size: int
 ) -> tuple[float, int]:
     """Seconds, and resident bytes beyond the table's own."""
-    before = resident()
     made = EngramTables(checkpoint, [(1, primes)], DIM, options, Place(torch.device("cpu")))
     cache(checkpoint, warm)
+    peak()
+    before = peak()
     began = time.perf_counter()
     made.load()
-    seconds, extra = time.perf_counter() - began, resident() - before - size
+    seconds, extra = time.perf_counter() - began, peak() - before - size
     made.close()
     return seconds, extra
 
@@ -210,7 +214,7 @@ def prefetching(repeat: int) -> None:
         prefetcher = Prefetcher(torch.device("cpu"), on)
 
         def step(ids: Tensor, prefetcher: Prefetcher = prefetcher) -> None:
-            pending = prefetcher.start(lambda: engram_lookup_mapped(addresses, ids[:, None], *shape))
+            pending = prefetcher.start(lambda rows: engram_lookup_mapped(addresses, rows, *shape), ids[:, None])
             x = torch.ones(64, 1024)
             for _ in range(4):
                 x = x @ weight

@@ -99,28 +99,42 @@ def engram_inject(
 
 # ---- cpu: the compiled look-up and hash ------------------------------------------------------------------------------
 
-PARALLEL_FROM = 1 << 19  # values; less is done before a second thread has woken up
+PARALLEL_FROM = 1 << 18  # values; less is done before a second thread has woken up
+
+
+def _compiled(dim: int, groups: int, dtype: torch.dtype) -> bool:
+    whole = groups > 0 and dim % groups == 0 and dim <= native.LOOKUP_BYTES
+    return whole and dtype in (torch.float32, torch.bfloat16)
 
 
 def _look_up(
     addresses: Tensor, ids: Tensor, rows: int, chunk_rows: int, dim: int, groups: int, dtype: torch.dtype
 ) -> Tensor:
-    result = torch.empty(ids.numel(), dim, dtype=dtype)
-    flat, chunks = ids.flatten().contiguous().numpy(), addresses.contiguous().numpy()
-    out = result.numpy() if dtype is torch.float32 else result.view(torch.uint16).numpy()
+    if addresses.dtype is not torch.int64 or ids.dtype is not torch.int64:
+        raise ValueError(f"Engram look-up: addresses are {addresses.dtype}, ids {ids.dtype}; both must be int64")
+    if list(addresses.shape) != [-(-rows // chunk_rows), 2]:
+        raise ValueError(
+            f"Engram look-up: addresses are {list(addresses.shape)} for {rows} rows in chunks of {chunk_rows}, "
+            f"expected {[-(-rows // chunk_rows), 2]}"
+        )
+    result = torch.empty(*ids.shape, dim, dtype=dtype)
+    flat, addresses, bf16 = ids.contiguous(), addresses.contiguous(), dtype is torch.bfloat16
+    chunks, first_id, out, step = addresses.data_ptr(), flat.data_ptr(), result.data_ptr(), dim * dtype.itemsize
 
     def part(begin: int, end: int) -> None:
-        native.engram_rows(chunks, flat[begin:end], rows, chunk_rows, groups, out[begin:end])
+        at = first_id + begin * 8, out + begin * step, end - begin
+        native.engram_rows_at(chunks, *at, rows, chunk_rows, dim, groups, bf16)
 
-    spread(part, len(flat), torch.get_num_threads() if result.numel() >= PARALLEL_FROM else 1)
-    return result.view(*ids.shape, dim)
+    spread(part, flat.numel(), torch.get_num_threads() if result.numel() >= PARALLEL_FROM else 1)
+    return result
 
 
 def _lookup_cpu(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    compiled = scale is not None and table.is_contiguous() and scale.is_contiguous() and len(table)
-    if not compiled or dtype not in (torch.float32, torch.bfloat16):
+    if scale is None or not _compiled(table.shape[1], scale.shape[1], dtype) or not len(table):
         return engram_lookup.implementations["reference"](table, scale, ids, dtype)
-    assert scale is not None
+    contiguous = table.is_contiguous() and scale.is_contiguous()
+    if not contiguous or (table.dtype, scale.dtype) != (torch.int8, torch.float32):
+        return engram_lookup.implementations["reference"](table, scale, ids, dtype)
     addresses = torch.tensor([[table.data_ptr(), scale.data_ptr()]])
     return _look_up(addresses, ids, len(table), len(table), table.shape[1], scale.shape[1], dtype)
 
@@ -128,7 +142,7 @@ def _lookup_cpu(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch.d
 def _lookup_mapped_cpu(
     addresses: Tensor, ids: Tensor, rows: int, chunk_rows: int, dim: int, groups: int, dtype: torch.dtype
 ) -> Tensor:
-    if not groups or dtype not in (torch.float32, torch.bfloat16):
+    if not _compiled(dim, groups, dtype):
         return engram_lookup_mapped.implementations["reference"](addresses, ids, rows, chunk_rows, dim, groups, dtype)
     return _look_up(addresses, ids, rows, chunk_rows, dim, groups, dtype)
 

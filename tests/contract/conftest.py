@@ -14,7 +14,8 @@ from emulated_npu import environment
 from torch import Tensor
 
 from vllm_ascend_dsv41 import native
-from vllm_ascend_dsv41.engram import Acl, storage
+from vllm_ascend_dsv41.engram import Acl, memory, storage
+from vllm_ascend_dsv41.engram.memory import MappedMemory
 
 REGISTERED = 1  # SegmentKind of cann.h
 
@@ -34,7 +35,7 @@ class Fake:
     """The runtime's own view of this process."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.mappings = path, []
         self.library = ctypes.CDLL(str(path))
         self.library.fakecann_inject.argtypes = [c_char_p, c_uint64, c_int32]
         for name in ("fakecann_calls", "fakecann_live_segments", "fakecann_host_blocks"):
@@ -50,13 +51,12 @@ class Fake:
         return int(self.library.fakecann_calls(name.encode()))
 
     @property
-    def left(self) -> tuple[int, int, int, int]:
-        """Registrations, blocks of aclrtMallocHost, shared mappings of this process, files in /dev/shm."""
+    def left(self) -> tuple[int, int, int]:
+        """Registrations, blocks of aclrtMallocHost, mappings for tables."""
         return (
             int(self.library.fakecann_live_segments(REGISTERED)),
             int(self.library.fakecann_host_blocks()),
-            Path("/proc/self/maps").read_text().count("/memfd:dsv41"),
-            len(os.listdir("/dev/shm")),
+            sum(mapping._map is not None for mapping in self.mappings),
         )
 
     def look_up(
@@ -83,10 +83,12 @@ def fake(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     fake.library.aclGetRecentErrMsg.restype = ctypes.c_void_p
     assert fake.library.aclrtSetDevice(0) == 0
     monkeypatch.setattr(storage, "engram_lookup_mapped", fake.look_up)
-    before = fake.left
+    make = MappedMemory.__init__
+    monkeypatch.setattr(MappedMemory, "__init__", lambda self, *a: (fake.mappings.append(self), make(self, *a))[1])
     yield fake
     fake.library.fakecann_clear_injections()
-    assert fake.left == before
+    assert fake.left == (0, 0, 0)
+    assert memory._not_given_back == []
 
 
 @pytest.fixture

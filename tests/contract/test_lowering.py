@@ -16,7 +16,6 @@ from . import ascend_compiler
 
 pytestmark = pytest.mark.long
 SOURCE = ascend_compiler.Path(ops.__file__).with_name("engram_triton.py")
-SIZES = {"rows": "i64", "tokens": "i32", "columns": "i32"}
 CODES = {8: "*i8", 0: "*bf16"}
 CHIPS = {"Ascend910B3": 40, "Ascend910_9391": 48}  # Atlas A2, A3: vector cores
 
@@ -31,14 +30,15 @@ def _compiler():
         pytest.skip(str(error))
 
 
-def compiled(kernel: str, groups: int, soc: str, out, dim: int = 256, block: int = 16) -> tuple[str, str]:
-    """linalg and hivmc's input."""
+def compiled(kernel: str, groups: int, soc: str, out, dim: int = 256, block: int = 16, rows: str = "i32"):
+    """linalg and hivmc's input. ``rows``: Triton takes Python's integers below 2 ** 31 for 32 bits."""
+    sizes = {"rows": rows, "tokens": "i32", "columns": "i32"}
     constants = {"DIM": dim, "GROUPS": groups, "BLOCK": block}
     if kernel == "lookup":
-        signature = {"codes": CODES[min(groups, 8)], "scales": "*fp32", "ids": "*i64", "out": "*bf16", **SIZES}
+        signature = {"codes": CODES[min(groups, 8)], "scales": "*fp32", "ids": "*i64", "out": "*bf16", **sizes}
     else:
         constants = {"CHUNK_ROWS": 1 << 22, **constants}
-        signature = {"addresses": "*i64", "ids": "*i64", "out": "*bf16", **SIZES}
+        signature = {"addresses": "*i64", "ids": "*i64", "out": "*bf16", **sizes}
     linalg = ascend_compiler.lower(SOURCE, kernel, signature, constants, soc, out)
     return linalg, ascend_compiler.compile_linalg(linalg, soc, out)
 
@@ -47,8 +47,8 @@ def compiled(kernel: str, groups: int, soc: str, out, dim: int = 256, block: int
 @pytest.mark.parametrize("groups", [8, 0])
 @pytest.mark.parametrize("kernel", ["lookup", "lookup_mapped"])
 def test_kernels_compile_to_hivmcs_door(tmp_path, kernel, groups, soc):
-    for block in (1, 16):
-        linalg, module = compiled(kernel, groups, soc, tmp_path / str(block), block=block)
+    for block, rows in ((1, "i32"), (16, "i32"), (16, "i64")):
+        linalg, module = compiled(kernel, groups, soc, tmp_path / f"{block}{rows}", block=block, rows=rows)
         assert ("hivm.hir.pointer_cast" in linalg) == (kernel == "lookup_mapped")  # follows addresses of 64 bits
         cores = re.search(r'"VECTOR_CORE_COUNT", (\d+)', module)
         assert cores is not None

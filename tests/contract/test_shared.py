@@ -56,3 +56,15 @@ def test_one_is_killed_while_serving(checkpoint, tmp_path, runtime, victim):
         members.tell("stop", others)
         assert members.wait("closed", others) == [[]]
         members.ended()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("call", [1, 3, 5, 10])
+def test_one_is_refused(checkpoint, tmp_path, runtime, victim, call):
+    """By the runtime, at the probe, or at the first, a later or the last block: nobody goes on."""
+    with Members(2, tmp_path, checkpoint, ROWS, runtime, refusals={victim: ("aclrtHostRegisterV2", call)}) as members:
+        said = members.wait("failed")
+        assert said[victim].startswith("AclError: aclrtHostRegisterV2 returned 507899")
+        assert said[1 - victim].startswith("PeerError: ")
+        assert said[1 - victim].endswith(f"rank {victim}: {said[victim]}")
+        members.ended()

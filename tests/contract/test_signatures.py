@@ -12,6 +12,7 @@ from vllm_ascend_dsv41.engram import acl
 
 pytestmark = pytest.mark.long
 TYPES = {
+    ctypes.c_char_p: "char *",
     ctypes.c_void_p: "void *",
     ctypes.c_size_t: "size_t",
     ctypes.c_uint32: "uint32_t",
@@ -27,9 +28,11 @@ CODES = {
     "ACL_ERROR_RT_DRV_INTERNAL_ERROR": 507899,
     "ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED": 507910,
     "ACL_ERROR_HOST_MEMORY_NOT_REGISTERED": 507911,
+    "ACL_PKG_VERSION_MAX_SIZE": acl.VERSION_SIZE,
     "ACL_HOST_REG_MAPPED": acl.MAPPED,
     "ACL_HOST_REG_PINNED": acl.PINNED,
 }
+FUNCTIONS = {**acl.SIGNATURES, acl.VERSION[0]: acl.VERSION[1]}
 
 
 def compiles(overlay: Path, text: str) -> str:
@@ -46,9 +49,9 @@ def declaration(name: str, arguments: tuple[type, ...]) -> str:
 
 
 def test_every_function_has_the_type_that_ctypes_is_told(overlay):
-    lines = [declaration(name, arguments) for name, arguments in acl.SIGNATURES.items()]
+    lines = [declaration(name, arguments) for name, arguments in FUNCTIONS.items()]
     lines += [f'_Static_assert({name} == {value}, "{name}");' for name, value in CODES.items()]
-    uses = "".join(f"(void)own_{name};" for name in acl.SIGNATURES)
+    uses = "".join(f"(void)own_{name};" for name in FUNCTIONS)
     assert compiles(overlay, "\n".join([*lines, f"void use(void) {{ {uses} }}"])) == ""
 
 

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from engram.tables import DIM, expected, primes, write_tables
 
-from vllm_ascend_dsv41.engram import Acl, AclError, EngramOptions, EngramTables, Place, limits, probe, storage
+from vllm_ascend_dsv41.engram import (
+    Acl,
+    AclError,
+    EngramOptionError,
+    EngramOptions,
+    EngramTables,
+    Peers,
+    Place,
+    limits,
+    memory,
+    probe,
+    storage,
+)
 from vllm_ascend_dsv41.engram.memory import PinnedMemory, PrivateMemory, SharedMemory
-from vllm_ascend_dsv41.engram.registration import Registration
+from vllm_ascend_dsv41.engram.registration import DeviceNotSetError, Registration
 from vllm_ascend_dsv41.quant import Weights
 
 pytestmark = pytest.mark.long
@@ -28,21 +43,23 @@ def checkpoint(tmp_path_factory):
     return write_tables(tmp_path_factory.mktemp("tables"), ROWS)
 
 
-@pytest.fixture(params=["kernel after 5.10", "kernel 5.10"])
-def kernel(request, monkeypatch):
-    """Which memory can be registered at all."""
+@pytest.fixture(params=["private", "shared", "kernel 5.10"])
+def kind(request, monkeypatch):
+    """Of host memory; on old kernels CANN allocates it."""
     if request.param == "kernel 5.10":
         monkeypatch.setenv("FAKE_CANN_OLD_KERNEL", "1")
         monkeypatch.setattr(limits, "maps_anonymous_memory", lambda: False)
+    return request.param
 
 
 def layers():
     return [(layer, primes(rows)) for layer, rows in ROWS.items()]
 
 
-def tables(checkpoint, acl, options=OPTIONS, shard=0, shards=1):
-    place = Place(torch.device("cpu"), shard, shards, runtime=lambda: acl)
-    return EngramTables(checkpoint, layers(), DIM, options, place)
+def tables(checkpoint, acl, kind="private"):
+    sharing = Peers() if kind == "shared" else None
+    place = Place(torch.device("cpu"), sharing=sharing, runtime=lambda: acl)
+    return EngramTables(checkpoint, layers(), DIM, replace(OPTIONS, dp_shared_memory=kind == "shared"), place)
 
 
 def look_up_everywhere(checkpoint, made):
@@ -54,9 +71,9 @@ def look_up_everywhere(checkpoint, made):
         assert made[number].lookup(ids, torch.bfloat16).dtype is torch.bfloat16
 
 
-def test_a_whole_life(checkpoint, fake, acl, kernel):
+def test_a_whole_life(checkpoint, fake, acl, kind):
     registered = fake.calls("aclrtHostRegisterV2")
-    made = tables(checkpoint, acl)
+    made = tables(checkpoint, acl, kind)
     assert fake.calls("aclrtHostRegisterV2") - registered == 2 + 3 + 3 + 1 + 1  # the probe; a block per part and chunk
     assert not made[0].lookup(torch.arange(5)[:, None], torch.float32).any()  # zero until loaded
     keys = made.load()
@@ -113,28 +130,51 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("code", CODES)
-def test_no_failure_leaves_anything_behind(checkpoint, fake, acl, kernel, function, code):
+def test_no_failure_leaves_anything_behind(checkpoint, fake, acl, kind, function, code):
     """Each call of each function fails once, from making the tables to closing them."""
-    before, raised, call = fake.left, [], 1
+    raised, call = [], 1
     while True:
         first = fake.calls(function)
         fake.inject(function, code, call)
-        made = None
         try:
-            made = tables(checkpoint, acl)
-            made.close()
+            tables(checkpoint, acl, kind).close()
         except AclError as error:
             raised.append((error.function, error.code))
-            if made is not None:
-                made.close()
         fake.library.fakecann_clear_injections()
-        assert fake.left == before, (function, code, call)
+        assert fake.left == (0, 0, 0), (function, code, call)
         if fake.calls(function) - first < call:
             break
         call += 1
     assert set(raised) <= {(function, code)}
     if function in ("aclrtHostRegisterV2", "aclrtHostGetDevicePointer"):
         assert len(raised) == call - 1 == 10
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_memory_that_cannot_be_unregistered_stays(checkpoint, fake, acl, kind, monkeypatch):
+    """A driver that refuses a block and then everything: the first error is raised, and no registered memory goes."""
+    refused = [2 + 3]  # the probe passes
+
+    def register(*arguments):
+        refused[0] -= 1
+        if refused[0] < 0:
+            monkeypatch.setattr(acl, "unregister", fail)
+            raise AclError("aclrtHostRegisterV2", 207001, "")
+        return real(*arguments)
+
+    def fail(address):
+        raise AclError("aclrtHostUnregister", 507899, "")
+
+    real = acl.register
+    monkeypatch.setattr(acl, "register", register)
+    with pytest.raises(AclError, match="aclrtHostRegisterV2 returned 207001"):
+        tables(checkpoint, acl, kind)
+    assert fake.left == (3, 0, 2)  # its weights are registered; they and the scales are mapped
+    monkeypatch.undo()
+    acl.unregister = type(acl).unregister.__get__(acl)
+    [held] = memory._not_given_back
+    held.close()
+    memory._not_given_back.clear()
 
 
 def test_the_device_must_be_set_first(checkpoint, fake, acl):
@@ -154,16 +194,25 @@ def test_the_device_must_be_set_first(checkpoint, fake, acl):
 
 
 def test_what_another_owner_has_registered_is_refused(fake, acl):
-    memory = PrivateMemory(8 << 20, 4 << 20)
-    acl.register(memory.addresses[1], 4096, pinned=False)
-    registration = Registration(acl, memory)
+    block = PrivateMemory(8 << 20, 4 << 20)
+    acl.register(block.addresses[1], 4096, pinned=False)
+    registration = Registration(acl, block, 0)
     with pytest.raises(AclError, match="registered already"):
         registration.open()
+    registration.close()
     assert registration.addresses == []
-    acl.unregister(memory.addresses[1])
+    acl.unregister(block.addresses[1])
     registration.open()
     assert len(registration.addresses) == 2
     registration.close()
+    block.close()
+
+
+def test_memory_is_not_registered_for_another_device(fake, acl):
+    block = PrivateMemory(4096, 2 << 20)
+    with pytest.raises(DeviceNotSetError, match=r"for device 3 would be registered for device 0.*set_device\(3\)"):
+        Registration(acl, block, 3).open()
+    block.close()
 
 
 def test_flags_follow_where_the_memory_came_from(fake, acl, monkeypatch):
@@ -172,11 +221,11 @@ def test_flags_follow_where_the_memory_came_from(fake, acl, monkeypatch):
     monkeypatch.setattr(
         acl, "_call", lambda name, *a: (flags.append(a[2]) if name.endswith("V2") else None, real(name, *a))
     )
-    for memory in (PrivateMemory(1, 2 << 20), SharedMemory(1, 2 << 20), PinnedMemory(1, 2 << 20, acl)):
-        registration = Registration(acl, memory)
+    for block in (PrivateMemory(1, 2 << 20), SharedMemory(1, 2 << 20), PinnedMemory(1, 2 << 20, acl)):
+        registration = Registration(acl, block, 0)
         registration.open()
         registration.close()
-        memory.close()
+        block.close()
     assert flags == [0x10000002, 0x10000002, 0x2]
 
 
@@ -231,10 +280,54 @@ def test_files_and_read_only_memory_are_refused_by_the_driver(fake, acl, tmp_pat
     file = np.memmap(tmp_path / "file", dtype=np.uint8, mode="w+", shape=4096)
     with pytest.raises(AclError, match="does not map files"):
         acl.register(file.ctypes.data, 4096, pinned=False)
-    memory = PrivateMemory(4096, 2 << 20)
-    ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.addresses[0]), 4096, 1)
+    block = PrivateMemory(4096, 2 << 20)
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(block.addresses[0]), 4096, 1)
     with pytest.raises(AclError, match="read-only"):
-        acl.register(memory.addresses[0], 4096, pinned=False)
+        acl.register(block.addresses[0], 4096, pinned=False)
+    block.close()
+
+
+@pytest.mark.parametrize("option", ["dp_shared_memory", "use_thp"])
+def test_what_old_kernels_cannot_do_is_refused(checkpoint, acl, monkeypatch, option):
+    monkeypatch.setattr(limits, "maps_anonymous_memory", lambda: False)
+    place = Place(torch.device("cpu"), sharing=Peers(), runtime=lambda: acl)
+    with pytest.raises(EngramOptionError, match=rf"{option} needs a Linux kernel after 5\.10"):
+        EngramTables(checkpoint, layers(), DIM, EngramOptions(**{option: True}), place)
+
+
+def test_tables_that_were_forgotten_are_closed_when_the_process_ends(checkpoint, overlay, tmp_path):
+    """An exception between making and serving: no close, but the interpreter's end."""
+    program = f"""
+import ctypes, pickle, sys, torch
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from contract.conftest import Fake
+from vllm_ascend_dsv41.engram import Acl, EngramOptions, EngramTables, Place, storage
+from engram.tables import DIM, primes
+fake = Fake(Path({str(overlay / "lib" / "libascendcl.so")!r}))
+fake.library.aclGetRecentErrMsg.restype = ctypes.c_void_p
+fake.library.aclrtSetDevice(0)
+storage.engram_lookup_mapped = fake.look_up
+checkpoint = pickle.loads(Path({str(tmp_path / "checkpoint")!r}).read_bytes())
+import atexit
+atexit.register(lambda: print("left", fake.library.fakecann_live_segments(1), flush=True))  # runs after ours
+import vllm_ascend_dsv41.engram.tables as module
+atexit.unregister(module._close_registered); atexit.register(module._close_registered)
+place = Place(torch.device("cpu"), runtime=lambda: Acl(fake.path))
+tables = EngramTables(checkpoint, [(4, primes(30_000))], DIM, EngramOptions(), place)
+print("made", fake.library.fakecann_live_segments(1), flush=True)
+raise SystemExit(3)
+"""
+    (tmp_path / "checkpoint").write_bytes(pickle.dumps(checkpoint))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("made 2\nleft 0\n", 3), done.stderr
+
+
+def test_versions(fake, acl, monkeypatch):
+    monkeypatch.setenv("FAKE_CANN_VERSION", "9.2.0.B100")
+    assert acl.version() == "9.2.0.B100"
+    fake.inject("aclsysGetVersionStr", 107000, 1)
+    assert acl.version() == "unknown"
 
 
 def test_no_runtime():

@@ -1,13 +1,12 @@
 """Engram tables on the device: its memory, and host memory that it reads; look-ups, streams, graphs."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from engram.tables import DIM, expected, primes, write_tables
 
 from vllm_ascend_dsv41 import ops
 from vllm_ascend_dsv41.engram import Acl, AclError, EngramOptions, EngramTables, Place, Prefetcher
+from vllm_ascend_dsv41.engram.registration import DeviceNotSetError
 from vllm_ascend_dsv41.ops import engram as reference_ops
 
 pytestmark = [pytest.mark.long, pytest.mark.emulated_npu]
@@ -26,6 +25,24 @@ def tables(checkpoint, **options):
     made = EngramTables(checkpoint, layers, DIM, EngramOptions(chunk_mib=16, **options), place)
     made.load()
     return made
+
+
+def test_made_as_vllm_makes_models(checkpoint):
+    """New tensors are the device's there, unless they say otherwise."""
+    with torch.device("npu"):
+        made = tables(checkpoint)
+    ids = some_rows(ROWS[4])
+    assert torch.equal(made[1].lookup(ids.to("npu"), torch.float32).cpu(), expected(checkpoint, 4, ids, torch.float32))
+    made.close()
+
+
+@pytest.mark.emulated_npu(devices=2)
+def test_memory_is_not_registered_for_another_device(checkpoint):
+    """Without set_device CANN would take device 0."""
+    torch.npu.set_device(0)
+    place = Place(torch.device("npu", 1), runtime=Acl)
+    with pytest.raises(DeviceNotSetError, match=r"for device 1 would be registered for device 0.*set_device\(1\)"):
+        EngramTables(checkpoint, [(4, primes(ROWS[4]))], DIM, EngramOptions(), place)
 
 
 def some_rows(count):
@@ -74,7 +91,7 @@ def test_a_second_stream(checkpoint):
     made = tables(checkpoint)
     prefetcher = Prefetcher(torch.device("npu", 0), on=True)
     ids = some_rows(ROWS[4])
-    pending = prefetcher.start(lambda: made[1].lookup(ids.to("npu"), torch.float32))
+    pending = prefetcher.start(lambda rows: made[1].lookup(rows, torch.float32), ids.to("npu"))
     assert torch.equal(pending.wait().cpu(), expected(checkpoint, 4, ids, torch.float32))
     assert prefetcher._stream is not None
     assert prefetcher._stream != torch.npu.current_stream()
@@ -89,7 +106,7 @@ def test_a_captured_graph_looks_up_what_its_buffer_holds(checkpoint, prefetch):
     out = torch.empty(28, 1, DIM, device="npu")
 
     def step():
-        pending = prefetcher.start(lambda: made[1].lookup(ids, torch.float32))
+        pending = prefetcher.start(lambda rows: made[1].lookup(rows, torch.float32), ids)
         out.copy_(pending.wait() * 2)
 
     step()
@@ -116,4 +133,3 @@ def test_a_refused_registration_leaves_nothing(checkpoint):
         tables(checkpoint)
     library.clear_injections()
     assert library.LIBRARY.fakecann_live_segments(1) == live
-    assert "memfd:dsv41" not in Path("/proc/self/maps").read_text()

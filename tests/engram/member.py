@@ -29,12 +29,15 @@ def member(
     rows: dict[int, int],
     runtime: str,
     slow: bool,
+    refusal: tuple[str, int] | None,
 ) -> None:
     """Makes the tables, loads them, looks rows up when asked, until told to stop. Sends (step, result)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     group = Peers(dist.group.WORLD)
-    place = Place(torch.device("cpu"), everyone=group, sharing=group, runtime=_runtime(runtime) if runtime else None)
+    place = Place(
+        torch.device("cpu"), everyone=group, sharing=group, runtime=_runtime(runtime, refusal) if runtime else None
+    )
     if slow and rank == 0:
         loader.SLICE = 1 << 18
         add = loader._Done.add
@@ -76,7 +79,7 @@ def shared_files() -> list[str]:
     return sorted({part[4] for part in lines if len(part) > 5 and part[5].startswith("/memfd:dsv41")})
 
 
-def _runtime(path: str) -> Any:
+def _runtime(path: str, refusal: tuple[str, int] | None) -> Any:
     from contract.conftest import Fake
 
     from vllm_ascend_dsv41.engram import storage
@@ -86,4 +89,6 @@ def _runtime(path: str) -> Any:
     fake.library.aclGetRecentErrMsg.restype = ctypes.c_void_p
     fake.library.aclrtSetDevice(0)
     storage.engram_lookup_mapped = fake.look_up  # type: ignore[assignment]
+    if refusal is not None:
+        fake.inject(refusal[0], 507899, refusal[1])
     return lambda: Acl(path)

@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 
 class Members:
-    """``ranks`` processes with one copy."""
+    """``ranks`` processes with one copy. ``refusals``: by rank, which function's call the runtime refuses."""
 
     def __init__(
         self,
@@ -29,12 +29,23 @@ class Members:
         rows: dict[int, int],
         runtime: str = "",
         slow: bool = False,
+        refusals: dict[int, tuple[str, int]] | None = None,
     ) -> None:
         self.pipes, self.processes = [], []
         self.dev_shm = set(os.listdir("/dev/shm"))
         for rank in range(ranks):
             here, there = CONTEXT.Pipe()
-            arguments = (there, rank, ranks, str(folder / "meeting"), checkpoint, rows, runtime, slow)
+            arguments = (
+                there,
+                rank,
+                ranks,
+                str(folder / "meeting"),
+                checkpoint,
+                rows,
+                runtime,
+                slow,
+                (refusals or {}).get(rank),
+            )
             process = CONTEXT.Process(target=member, args=arguments, daemon=True)
             process.start()
             there.close()

@@ -7,6 +7,7 @@ import resource
 import pytest
 
 from vllm_ascend_dsv41.engram import limits, numa
+from vllm_ascend_dsv41.engram.memory import EngramMemoryError
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,8 @@ def group(folder, limit, used, inactive, version=2):
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
     key = "inactive_file" if version == 2 else "total_inactive_file"
-    (folder / "memory.stat").write_text(f"anon 5\n{key} {inactive}\nslab 3\n")
+    active = key.replace("inactive", "active")
+    (folder / "memory.stat").write_text(f"anon 5\n{key} {inactive}\n{active} {7 << 20}\nslab 3\n")
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -42,13 +44,21 @@ def test_the_tightest_control_group_counts(tmp_path, version):
     root = cgroups if version == 2 else cgroups / "memory"
     group(root / "pod/box", "max" if version == 2 else 1 << 62, 100 << 20, 0, version)
     group(root / "pod", 512 << 20, 100 << 20, 30 << 20, version)
-    found = limits.available(proc, cgroups)
-    assert found.bytes == (512 - 100 + 30) << 20
+    found = limits.control_group(proc, cgroups)
+    assert found is not None
+    assert found.bytes == (512 - 100 + 30 + 7) << 20  # all of the page cache can go
     assert str(root / "pod") in found.limit
 
 
-def test_without_control_groups_free_memory_counts(tmp_path):
-    assert limits.available(tmp_path, tmp_path).limit.startswith("MemAvailable")
+def test_without_control_groups_there_is_no_limit(tmp_path):
+    assert limits.control_group(tmp_path, tmp_path) is None
+    assert limits.machine().bytes > 0
+
+
+def test_memory_is_compared_with_some_to_spare():
+    limits.check_memory(100 << 30, 8, limits.Available(105 << 30, "x"))
+    with pytest.raises(EngramMemoryError, match=r"8 ranks .* need 102\.0 GiB .* there are 105\.0 GiB \(x\)"):
+        limits.check_memory(102 << 30, 8, limits.Available(105 << 30, "x"))
 
 
 def test_warnings_before_registering(tmp_path, monkeypatch):
@@ -61,6 +71,8 @@ def test_warnings_before_registering(tmp_path, monkeypatch):
     assert "65,536" in locked
     assert "ulimit -l unlimited" in locked
     assert "host_mem_pool is 0" in pool
+    (tmp_path / "svm/dev0/feature/host_mem_pool").unlink()
+    assert "host_mem_pool is missing" in limits.registration_warnings(1 << 30, tmp_path)[1]
     (tmp_path / "svm/dev0/feature/host_mem_pool").write_text("1\n")
     (tmp_path / "self/status").write_text("Name: x\nCapEff:\t000001ffffffffff\n")
     assert limits.registration_warnings(1 << 30, tmp_path) == []

@@ -242,6 +242,26 @@ def test_engram_hash(version, seed, tokens, orders, layers, heads):
     assert torch.equal(engram.hash_ngrams(ngrams, multipliers, primes, offsets, 2), wanted)
 
 
+def test_operators_refuse_wrong_tensors():
+    look_up, ids = engram.engram_lookup_mapped.implementations["cpu"], torch.zeros(3, 1, dtype=torch.int64)
+    addresses = torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"addresses are \[2, 2\] for 40 rows in chunks of 16, expected \[3, 2\]"):
+        look_up(addresses, ids, 40, 16, 64, 2, torch.float32)
+    with pytest.raises(ValueError, match=r"ids torch\.int32; both must be int64"):
+        look_up(addresses, ids.int(), 32, 16, 64, 2, torch.float32)
+
+
+@pytest.mark.parametrize("table", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("scale", [torch.float32, torch.float16])
+def test_what_is_not_compiled_is_the_reference(table, scale):
+    """Tables and scales of other dtypes, strides, or rows of no whole groups."""
+    codes, factors = (torch.randn(50, 64) * 9).to(table), torch.rand(50, 2).to(scale)
+    ids = torch.randint(-3, 60, (7, 3))
+    for one, other in ((codes, factors), (codes[::2], factors[::2]), (codes[:, :32].contiguous(), factors)):
+        wanted = engram.engram_lookup.implementations["reference"](one, other, ids, torch.float32)
+        assert torch.equal(engram.engram_lookup(one, other, ids, torch.float32), wanted)
+
+
 def test_look_up_refuses_wrong_arrays():
     ids, out = np.zeros(3, np.int64), np.zeros((3, 64), np.uint16)
     with pytest.raises(ValueError, match="chunks is int64"):

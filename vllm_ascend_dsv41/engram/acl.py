@@ -20,8 +20,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "aclrtHostGetDevicePointer": (c_void_p, POINTER(c_void_p), c_uint32),
     "aclrtHostUnregister": (c_void_p,),
 }
+VERSION = "aclsysGetVersionStr", (c_char_p, c_char_p)  # told to the operator where the runtime has it
 MAPPED, PINNED = 0x2, 0x10000000  # ACL_HOST_REG_MAPPED; ACL_HOST_REG_PINNED, for memory that is not pinned yet
 PAGE = 4096
+VERSION_SIZE = 128  # ACL_PKG_VERSION_MAX_SIZE
 
 #: What an error code of the runtime means for host memory, and what helps (api_ref 11-02 of the CANN runtime; the
 #: last sentences are what operators of other packages met).
@@ -29,7 +31,7 @@ MEANING = {
     107000: "a parameter is invalid; an A5 device refuses the flag for unpinned memory so",
     107002: "the process has no device yet: torch.npu.set_device(rank) must come first",
     107017: "the memory is mapped read-only",
-    207000: "this device or driver does not support it; A2 and A3 do, from HDK 25 on",
+    207000: "this device or driver does not support it",
     207001: "the driver could not allocate; lower chunk_mib, or look at the limits of locked memory (ulimit -l)",
     507899: "the driver failed; it does not map files, and its page tables hold 20 to 32 GB a device before HDK 25.5",
     507910: "part of the range is registered already: is another process part of this one?",
@@ -64,6 +66,8 @@ class Acl:
                 raise AclMissingError(f"{library} has no {name}; registering host memory needs CANN 8.5 or newer")
             function.argtypes, function.restype = arguments, c_int32
         self._library.aclGetRecentErrMsg.restype = c_char_p
+        if hasattr(self._library, VERSION[0]):
+            getattr(self._library, VERSION[0]).argtypes = VERSION[1]
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
@@ -77,6 +81,15 @@ class Acl:
             self._call(name, *arguments)
         except AclError:
             self._call(name, *arguments)
+
+    def version(self) -> str:
+        """Of CANN's runtime package, as ``9.2.0``; ``unknown`` where it does not say."""
+        text = ctypes.create_string_buffer(VERSION_SIZE)
+        try:
+            self._call(VERSION[0], b"runtime", text)
+        except (AclError, AttributeError):
+            return "unknown"
+        return text.value.decode(errors="replace")
 
     def device(self) -> int:
         """The device that this thread has set."""

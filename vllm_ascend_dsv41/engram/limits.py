@@ -31,23 +31,29 @@ class Available:
     limit: str
 
 
-def available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Available:
-    """The tightest of the machine's free memory and the limits of this process's control groups."""
-    tightest = Available(psutil.virtual_memory().available, "MemAvailable of /proc/meminfo")
+def machine() -> Available:
+    """What the machine can give without swapping."""
+    return Available(psutil.virtual_memory().available, "MemAvailable of /proc/meminfo")
+
+
+def control_group(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Available | None:
+    """The tightest limit on the control groups of this process; None where there is none."""
+    tightest: Available | None = None
     for folder, limit, usage, cache in _memory_groups(proc, cgroups):
         try:
             allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-            cached = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+            statistics = (folder / "memory.stat").read_text()
         except (OSError, ValueError):  # no such group, or `max`
             continue
-        left = allowed - used + (int(cached[1]) if cached else 0)
-        if left < tightest.bytes:
-            tightest = Available(max(left, 0), f"{folder / limit} = {allowed:,}")
+        cached = sum(int(size) for size in re.findall(rf"^{cache} (\d+)$", statistics, re.MULTILINE))
+        left = max(allowed - used + cached, 0)
+        if tightest is None or left < tightest.bytes:
+            tightest = Available(left, f"{folder / limit} = {allowed:,}")
     return tightest
 
 
 def _memory_groups(proc: Path, cgroups: Path) -> list[tuple[Path, str, str, str]]:
-    """Control groups of this process and their parents: folder, files of limit and usage, key of reclaimable cache."""
+    """Control groups of this process and their parents: folder, files of limit and usage, keys of the page cache."""
     found = []
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -56,9 +62,9 @@ def _memory_groups(proc: Path, cgroups: Path) -> list[tuple[Path, str, str, str]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            names, root = ("memory.max", "memory.current", "inactive_file"), cgroups
+            names, root = ("memory.max", "memory.current", "(?:in)?active_file"), cgroups
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_(?:in)?active_file")
             root = cgroups / "memory"
         else:
             continue
@@ -67,13 +73,20 @@ def _memory_groups(proc: Path, cgroups: Path) -> list[tuple[Path, str, str, str]
     return found
 
 
-def check_memory(node_bytes: int, ranks: int, limit: Available | None = None) -> None:
-    """Raise EngramMemoryError unless the tables of all ranks of this node fit."""
-    limit = limit or available()
-    if node_bytes + min(RESERVE, node_bytes // 10) > limit.bytes:
+def container() -> str:
+    """The same for processes of one container, which have their control groups in common."""
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return ""
+
+
+def check_memory(need: int, ranks: int, limit: Available) -> None:
+    """Raise EngramMemoryError unless the tables of ``ranks`` ranks under one limit, ``need`` bytes, fit."""
+    if need + min(RESERVE, need // 10) > limit.bytes:
         raise EngramMemoryError(
-            f"the Engram tables of this node's {ranks} ranks need {node_bytes / 2**30:,.1f} GiB of host memory, and "
-            f"some must stay free; there are {limit.bytes / 2**30:,.1f} GiB ({limit.limit}). Share one copy between "
+            f"the Engram tables of {ranks} ranks of this machine need {need / 2**30:,.1f} GiB of host memory, and some "
+            f"must stay free; there are {limit.bytes / 2**30:,.1f} GiB ({limit.limit}). Share one copy between "
             "data-parallel ranks (--engram-config '{\"dp_shared_memory\": true}'), keep tables in device memory "
             "('{\"cpu_offload\": false}'), or raise the limit"
         )
@@ -90,14 +103,15 @@ def registration_warnings(size: int, proc: Path = Path("/proc")) -> list[str]:
             f"this process may lock {locked:,} bytes of memory and registers {size:,}; drivers that count them refuse: "
             "ulimit -l unlimited (docker run --ulimit memlock=-1)"
         )
-    for file in sorted(proc.glob("svm/dev*/feature/host_mem_pool")):
+    for device in sorted(proc.glob("svm/dev*")):
+        file = device / "feature/host_mem_pool"
         try:
             pool = file.read_text().strip()
         except OSError:
-            continue
-        if pool in ("0", "N", "n", "false"):
+            pool = "missing"
+        if pool in ("missing", "0", "N", "n", "false"):
             warnings.append(
-                f"{file} is {pool}: this driver maps host memory without a pool, and large tables were seen to fail on "
-                "A2 after minutes; a newer HDK (25.5 or later) has it"
+                f"{file} is {pool}: this driver maps host memory without a pool; on A2 large tables were seen to fail "
+                "so, after minutes. Update driver and firmware (HDK) if that happens"
             )
     return warnings

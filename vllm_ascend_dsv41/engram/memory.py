@@ -7,11 +7,14 @@ which cannot register anything else.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,9 @@ from ..native.threads import spread
 from . import numa
 from .acl import Acl
 
-HUGE_PAGE = 2 << 20  # of x86_64 and aarch64 with pages of 4 KiB; blocks begin on one, and their sizes are multiples
+logger = logging.getLogger("vllm.dsv41")
+HUGE_PAGE = 2 << 20  # of x86_64 and aarch64 with pages of 4 KiB; sizes of blocks are multiples
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MAP_NORESERVE = 0x4000  # of linux/mman.h; Python 3.10 does not name it
 Bytes = NDArray[np.uint8]
 
@@ -43,7 +48,7 @@ class HostMemory(ABC):
     def __init__(self, size: int, block: int) -> None:
         if size < 1 or block % HUGE_PAGE:
             raise ValueError(f"{size} bytes in blocks of {block}: blocks are multiples of {HUGE_PAGE} bytes")
-        self.size, self.block = size, block
+        self.block = block
 
     @abstractmethod
     def close(self) -> None:
@@ -69,7 +74,7 @@ class HostMemory(ABC):
         return total
 
 
-class _Mapped(HostMemory):
+class MappedMemory(HostMemory):
     """One mapping of ``length`` bytes."""
 
     def __init__(self, size: int, block: int, length: int, make: Callable[[int], mmap.mmap]) -> None:
@@ -80,6 +85,8 @@ class _Mapped(HostMemory):
             raise EngramMemoryError(f"{size:,} bytes of host memory for an Engram table: {error}") from error
         whole = np.frombuffer(self._map, dtype=np.uint8)
         length, start = rounded(size), self._start(whole)
+        self.whole = whole[start : start + length]
+        """All blocks, one after the other."""
         # the last block reaches to the end of its huge page, so that all of it can be registered
         self.blocks = [whole[start + at : start + min(at + block, length)] for at in range(0, length, block)]
 
@@ -89,21 +96,22 @@ class _Mapped(HostMemory):
 
     def bind(self, nodes: list[int]) -> None:
         """Take the pages from these NUMA nodes. To be called before anything is touched."""
-        for block in self.blocks:
-            numa.bind(block.ctypes.data, block.nbytes, nodes)
+        numa.bind(self.whole.ctypes.data, self.whole.nbytes, nodes)
 
     def use_huge_pages(self) -> None:
         """Ask for transparent huge pages. To be called before anything is touched."""
         if self._map is not None:
             try:
+                if "[never]" in HUGE_PAGES.read_text():
+                    raise OSError(f"{HUGE_PAGES} says never")
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError as error:
                 raise EngramMemoryError(
-                    f"this kernel has no transparent huge pages ({error}); leave use_thp out"
+                    f"no transparent huge pages on this machine ({error}); leave use_thp out"
                 ) from error
 
     def close(self) -> None:
-        self.blocks = []
+        self.blocks, self.whole = [], self.whole[:0].copy()
         if self._map is not None:
             held, self._map = self._map, None
             try:
@@ -112,7 +120,7 @@ class _Mapped(HostMemory):
                 return
 
 
-class PrivateMemory(_Mapped):
+class PrivateMemory(MappedMemory):
     """Anonymous memory of this process."""
 
     def __init__(self, size: int, block: int) -> None:
@@ -123,7 +131,7 @@ class PrivateMemory(_Mapped):
         return int(-whole.ctypes.data % HUGE_PAGE)
 
 
-class SharedMemory(_Mapped):
+class SharedMemory(MappedMemory):
     """Memory that the processes of a node share.
 
     It has no name and lies in no file system (man 2 memfd_create): the size of /dev/shm does not limit it, and it is
@@ -140,6 +148,8 @@ class SharedMemory(_Mapped):
             else:
                 self._file = os.open(f"/proc/{handle[0]}/fd/{handle[1]}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
+            if self._file >= 0:
+                os.close(self._file)
             raise EngramMemoryError(
                 f"the shared copy of an Engram table ({size:,} bytes) cannot be made or opened: {error}; ranks that "
                 "share run in one container under one user; others have copies of their own (dp_shared_memory false)"
@@ -175,7 +185,7 @@ class PinnedMemory(HostMemory):
                 self.blocks.append(np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address)))
                 ctypes.memset(address, 0, count)
         except BaseException:
-            self.close()
+            give_back(self)
             raise
 
     def close(self) -> None:
@@ -197,6 +207,25 @@ def take(parts: Iterable[str], allocate: Callable[[str], HostMemory]) -> dict[st
             taken[part] = allocate(part)
     except BaseException:
         for memory in taken.values():
-            memory.close()
+            give_back(memory)
         raise
     return taken
+
+
+class Closing(Protocol):
+    """Anything with ``close``."""
+
+    def close(self) -> None: ...
+
+
+_not_given_back: list[Closing] = []
+
+
+def give_back(something: Closing) -> None:
+    """Close it after a failure, which then is raised. What cannot be closed stays as it is until the process ends:
+    memory that is still registered must not go to somebody else."""
+    try:
+        something.close()
+    except Exception as error:
+        _not_given_back.append(something)
+        logger.error("Engram: not given back, until this process ends: %s", error)

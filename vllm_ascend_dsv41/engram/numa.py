@@ -42,14 +42,15 @@ def nodes() -> list[int]:
 
 def bind(address: int, size: int, where: list[int]) -> None:
     """Pages of [address, address + size) that are touched from now on come from ``where``: from its one node while
-    that has memory, or from several in turn. Raises OSError."""
+    that has memory, or from several in turn. Raises OSError, PermissionError where a container forbids it."""
     mask = (ctypes.c_ulong * 16)()
     for node in where:
         mask[node // 64] |= 1 << node % 64
     mode = _INTERLEAVE if len(where) > 1 else _PREFERRED
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(size), mode, mask, ctypes.c_ulong(len(mask) * 64 + 1), 0)
     if _libc.syscall(ctypes.c_long(_MBIND[platform.machine()]), *arguments):
-        raise OSError(ctypes.get_errno(), f"mbind to nodes {where}: {os.strerror(ctypes.get_errno())}")
+        number = ctypes.get_errno()  # OSError becomes PermissionError by this number
+        raise OSError(number, f"mbind to nodes {where}: {os.strerror(number)}")
 
 
 def placement(address: int, size: int) -> dict[int, int]:
@@ -62,7 +63,7 @@ def placement(address: int, size: int) -> dict[int, int]:
     where = (ctypes.c_void_p * count)(*range(address, address + size, step * page))
     status = (ctypes.c_int * count)()
     call = ctypes.c_long(_MOVE_PAGES[platform.machine()])
-    if not count or _libc.syscall(call, 0, ctypes.c_ulong(count), where, None, status, 0):
+    if _libc.syscall(call, 0, ctypes.c_ulong(count), where, None, status, 0):
         return {}
     share = size / count
     return {node: round(share * times) for node, times in sorted(Counter(status).items()) if node >= 0}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .acl import Acl
-from .memory import HUGE_PAGE, HostMemory, take
+from .memory import HUGE_PAGE, HostMemory, give_back, take
 from .sharding import TableShard
 from .storage import RegisteredTable, part_bytes
 
@@ -30,6 +30,7 @@ def probe(acl: Acl, device: torch.device, allocate: Allocate) -> None:
         "scale": np.exp2(random.integers(-8, 8, ROWS * GROUPS)).astype(np.float32).view(np.uint8),
     }
     sizes = part_bytes(DIM, GROUPS)
+    # models are made where new tensors are the device's unless they say otherwise: these are the host's
     memory = take(sizes, lambda part: allocate(ROWS * sizes[part], HUGE_PAGE))
     table = RegisteredTable(TableShard(0, 1, 0, ROWS, DIM), GROUPS, memory, acl, device)
     try:
@@ -37,16 +38,16 @@ def probe(acl: Acl, device: torch.device, allocate: Allocate) -> None:
             for offset, place in table.spans(part):
                 place[:] = values[offset : offset + len(place)]
         table.open()
-        rows = torch.cat([torch.tensor([-1, ROWS - 1, ROWS]), torch.arange(0, ROWS, STEP)])
+        rows = torch.from_numpy(np.concatenate([[-1, ROWS - 1, ROWS], np.arange(0, ROWS, STEP)]))
         found = table.lookup(rows[:, None].to(device), torch.float32).cpu()[:, 0]
         acl.synchronize()
     finally:
-        table.close()
+        give_back(table)
     codes, scale = (torch.from_numpy(part) for part in content.values())
     dequantised = codes.view(torch.int8).view(ROWS, GROUPS, -1).float() * scale.view(torch.float32).view(
         ROWS, GROUPS, 1
     )
-    padded = torch.cat([dequantised.flatten(1), torch.zeros(1, DIM)])  # of ids outside the table: zeros
+    padded = torch.cat([dequantised.flatten(1), torch.zeros(1, DIM, device="cpu")])  # of ids outside the table: zeros
     expected = padded[torch.where((rows >= 0) & (rows < ROWS), rows, ROWS)]
     wrong = (found != expected).any(1).nonzero().flatten()
     if len(wrong):

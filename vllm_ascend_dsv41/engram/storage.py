@@ -1,8 +1,10 @@
-"""Where an Engram table lives: four kinds behind one interface.
+"""Where an Engram table lives, behind one interface.
 
     DeviceTable       memory of the device
-    RegisteredTable   host memory that the device reads itself, private to the rank or shared by ranks of a node
-    HostTable         host memory for a device that is the CPU; likewise private or shared
+    RegisteredTable   host memory that the device reads itself
+    HostTable         host memory for a device that is the CPU
+
+Host memory is private to the rank, or one copy that ranks of a node share (memory.py).
 
 A table has two parts, named as the checkpoint names them: ``weight`` [rows, dim], INT8 codes or BF16, and ``scale``
 [rows, groups] float32, which BF16 tables lack.
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from ..ops import engram_lookup, engram_lookup_mapped
 from .acl import Acl
-from .memory import HUGE_PAGE, Bytes, HostMemory
+from .memory import HUGE_PAGE, Bytes, HostMemory, MappedMemory
 from .registration import Registration
 from .sharding import TableShard
 
@@ -93,14 +95,15 @@ class DeviceTable(Table):
         place = self.codes if part == "weight" else self.scale
         assert place is not None
         flat = place.view(torch.uint8).flatten()
-        staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8)
+        staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, device="cpu")
         for begin in range(0, len(flat), STAGING):
             now = staging[: len(flat) - begin]
             yield begin, now.numpy()
             flat[begin : begin + len(now)] = now
 
     def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        assert self.codes is not None
+        if self.codes is None:
+            raise RuntimeError("the Engram table in device memory is closed")
         return engram_lookup(self.codes, self.scale, rows - self.shard.first_row, dtype)
 
     def close(self) -> None:
@@ -134,33 +137,28 @@ class _HostMemoryTable(Table):
 
 
 class HostTable(_HostMemoryTable):
-    """Rows that the CPU looks up itself."""
+    """Rows that the CPU looks up itself, in one piece."""
 
     kind = "host memory"
 
-    def __init__(self, shard: TableShard, groups: int, memory: Mapping[str, HostMemory]) -> None:
+    def __init__(self, shard: TableShard, groups: int, memory: Mapping[str, MappedMemory]) -> None:
         super().__init__(shard, groups, memory)
-        self._block_rows = memory["weight"].block // part_bytes(shard.dim, groups)["weight"]
-        self._addresses = self._table({part: part_memory.addresses for part, part_memory in memory.items()})
-
-    def _table(self, addresses: Mapping[str, list[int]]) -> Tensor:
-        """[blocks, 2] int64, as ``engram_lookup_mapped`` takes it."""
-        weight = addresses["weight"]
-        return torch.tensor(list(zip(weight, addresses.get("scale", [0] * len(weight)), strict=True)))
+        flat = {part: torch.from_numpy(memory[part].whole[:size]) for part, size in self.part_sizes.items()}
+        dtype = torch.int8 if groups else torch.bfloat16
+        self._codes: Tensor | None = flat["weight"].view(dtype).view(shard.rows, shard.dim)
+        self._scale = flat["scale"].view(torch.float32).view(shard.rows, groups) if groups else None
 
     def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        if not len(self._addresses):
-            raise RuntimeError(f"the Engram table in {self.kind} is not open")
-        own, shard = rows - self.shard.first_row, self.shard
-        shape = shard.rows, self._block_rows, shard.dim, self.groups
-        return engram_lookup_mapped(self._addresses, own, *shape, dtype)
+        if self._codes is None:
+            raise RuntimeError("the Engram table in host memory is closed")
+        return engram_lookup(self._codes, self._scale, rows - self.shard.first_row, dtype)
 
     def close(self) -> None:
-        self._addresses = self._addresses[:0]
+        self._codes = self._scale = None
         super().close()
 
 
-class RegisteredTable(HostTable):
+class RegisteredTable(_HostMemoryTable):
     """Rows that the device reads from host memory, once ``open`` has registered it."""
 
     kind = "registered host memory"
@@ -169,25 +167,26 @@ class RegisteredTable(HostTable):
         self, shard: TableShard, groups: int, memory: Mapping[str, HostMemory], acl: Acl, device: torch.device
     ) -> None:
         super().__init__(shard, groups, memory)
-        self._device, self._addresses = device, self._addresses[:0]
-        self._registrations = {part: Registration(acl, part_memory) for part, part_memory in memory.items()}
+        self._block_rows = memory["weight"].block // part_bytes(shard.dim, groups)["weight"]
+        self._device, self._addresses = device, torch.empty(0, 2, dtype=torch.int64, device=device)
+        self._registrations = [Registration(acl, part, device.index or 0) for part in self.memory.values()]
 
     def open(self) -> None:
-        """Register all parts for the device that this thread has set. After an AclError nothing stays registered."""
-        try:
-            for registration in self._registrations.values():
-                registration.open()
-        except BaseException:
-            self._unregister()
-            raise
-        addresses = {part: registration.addresses for part, registration in self._registrations.items()}
-        self._addresses = self._table(addresses).to(self._device)
+        """Register all parts for the device. Whoever opens it closes it, also after AclError or DeviceNotSetError."""
+        for registration in self._registrations:
+            registration.open()
+        parts = [registration.addresses for registration in self._registrations]
+        parts += [[0] * len(parts[0])] * (2 - len(parts))  # a BF16 table has no scales
+        self._addresses = torch.tensor(list(zip(*parts, strict=True)), device="cpu").to(self._device)
 
-    def _unregister(self) -> None:
-        self._addresses = self._addresses[:0]
-        for registration in reversed(self._registrations.values()):
-            registration.close()
+    def lookup(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if not len(self._addresses):
+            raise RuntimeError("the Engram table in registered host memory is not open")
+        shape = self.shard.rows, self._block_rows, self.shard.dim, self.groups
+        return engram_lookup_mapped(self._addresses, rows - self.shard.first_row, *shape, dtype)
 
     def close(self) -> None:
-        self._unregister()  # before the memory goes
-        super().close()
+        self._addresses = self._addresses[:0]
+        for registration in reversed(self._registrations):
+            registration.close()
+        super().close()  # only now: registered memory must not go

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -18,7 +19,16 @@ from ..quant import Checkpoint
 from . import limits, numa
 from .acl import Acl
 from .loader import load_table, table_groups
-from .memory import HostMemory, PinnedMemory, PrivateMemory, SharedMemory, take
+from .memory import (
+    EngramMemoryError,
+    HostMemory,
+    MappedMemory,
+    PinnedMemory,
+    PrivateMemory,
+    SharedMemory,
+    give_back,
+    take,
+)
 from .options import EngramOptionError, EngramOptions
 from .peers import Peers
 from .probe import probe
@@ -77,11 +87,13 @@ class EngramTables:
         self._layers = everyone.together("checking the Engram tables", lambda: self._plan(layers))
         self._check_memory()
         self._acl = everyone.together("looking at the runtime", self._runtime)
+        if self._acl is not None:
+            _registered.append(self)
         try:
             for layer in self._layers:
                 self._make(layer)
         except BaseException:
-            self.close()
+            give_back(self)
             raise
 
     def __getitem__(self, number: int) -> Table:
@@ -116,29 +128,40 @@ class EngramTables:
         return self._place.sharing is None or self._place.sharing.rank == 0
 
     def _check_memory(self) -> None:
-        """Compare what all ranks of this node are about to take with what there is, before the first takes any."""
-        everyone, host = self._place.everyone, _host()
+        """Compare what all ranks of this machine are about to take with what there is, before the first takes any."""
+        everyone, what = self._place.everyone, "comparing the Engram tables with the memory"
         in_host_memory = self._options.cpu_offload or self._place.device.type == "cpu"
         own = self.nbytes if in_host_memory and self._writes else 0
-        needs = everyone.exchange((host, own), "comparing the Engram tables with the memory")
-        here = [size for name, size in needs if name == host]
-        everyone.together(
-            "comparing the Engram tables with the memory", lambda: limits.check_memory(sum(here), len(here))
-        )
+        here = _machine(), limits.container()
+        needs = everyone.exchange((*here, own), what)
+        machine = [size for name, _, size in needs if name == here[0]]
+        container = [size for *names, size in needs if tuple(names) == here]
+
+        def compare() -> None:
+            limits.check_memory(sum(machine), len(machine), limits.machine())
+            group = limits.control_group()
+            if group is not None:
+                limits.check_memory(sum(container), len(container), group)
+
+        everyone.together(what, compare)
 
     def _runtime(self) -> Acl | None:
         """The runtime that registers host memory, after it has done so once; None where none is needed."""
         if self._place.runtime is None or not self._options.cpu_offload:
             return None
-        if self._place.sharing is not None and not limits.maps_anonymous_memory():
-            raise EngramOptionError(
-                f"--engram-config: dp_shared_memory needs a Linux kernel after 5.10, this one is {os.uname().release}: "
-                "before, CANN registers only memory that it has allocated, which cannot be shared; leave the option out"
-            )
+        mapped = limits.maps_anonymous_memory()
+        for name in ("dp_shared_memory", "use_thp"):
+            if getattr(self._options, name) and not mapped:
+                raise EngramOptionError(
+                    f"{name} needs a Linux kernel after 5.10, this one is {os.uname().release}: before, CANN registers "
+                    "only memory that it has allocated, which cannot be shared or laid out; leave the option out"
+                )
         runtime = self._place.runtime()
+        logger.info("Engram: CANN %s, Linux %s", runtime.version(), os.uname().release)
         for warning in limits.registration_warnings(self.nbytes):
             logger.warning("Engram: %s", warning)
         probe(runtime, self._place.device, lambda size, block: self._private(size, block, runtime))
+        logger.info("Engram: %s has read 2 MiB of host memory as they are", self._place.device)
         return runtime
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -158,7 +181,7 @@ class EngramTables:
             return everyone.together(what, lambda: own or SharedMemory(size, block, handle))
         except BaseException:
             if own is not None:
-                own.close()
+                give_back(own)
             raise
 
     def _make(self, layer: _Layer) -> None:
@@ -171,10 +194,11 @@ class EngramTables:
         rows = block_rows(layer.shard.dim, layer.groups, options.chunk_mib << 20)
         sizes = self._sizes(layer)
         memory = take(sizes, lambda part: self._memory(what, layer.shard.rows * sizes[part], rows * sizes[part]))
-        if self._acl is None:
-            layer.table = HostTable(layer.shard, layer.groups, memory)
-        else:
+        if self._acl is not None:
             layer.table = RegisteredTable(layer.shard, layer.groups, memory, self._acl, place.device)
+        else:
+            mapped = {part: held for part, held in memory.items() if isinstance(held, MappedMemory)}
+            layer.table = HostTable(layer.shard, layer.groups, mapped)
         everyone.together(f"{what}: placing its pages", lambda: self._place_pages(memory))
         if isinstance(layer.table, RegisteredTable):
             everyone.together(f"{what}: registering it", layer.table.open)
@@ -185,19 +209,32 @@ class EngramTables:
             return
         nodes = self._nodes()
         for part in memory.values():
-            if isinstance(part, PrivateMemory | SharedMemory):
+            if isinstance(part, MappedMemory):
                 if nodes is not None:
-                    part.bind(nodes)
+                    self._bind(part, nodes)
                 if self._options.use_thp:
                     part.use_huge_pages()
                 if self._acl is not None:
                     part.touch(self._options.load_threads)
 
+    def _bind(self, part: MappedMemory, nodes: list[int]) -> None:
+        try:
+            part.bind(nodes)
+        except OSError as error:
+            text = f"{error}; containers need SYS_NICE for it (docker run --cap-add SYS_NICE), or numa off"
+            if self._options.numa != "auto":
+                raise EngramMemoryError(text) from error
+            logger.warning("Engram: %s. Pages lie where they are touched; rows from another node take longer", text)
+
     def _nodes(self) -> list[int] | None:
         options, device = self._options, self._place.device
-        if options.nodes is not None or options.numa == "off":
-            return options.nodes
+        if options.numa == "off":
+            return None
         every = numa.nodes()
+        if options.nodes is not None:
+            if not set(options.nodes) <= set(every):
+                raise EngramOptionError(f"numa is {options.numa!r}; this machine's nodes with memory are {every}")
+            return options.nodes
         if options.numa == "interleave" or self._place.sharing is not None:
             return every if len(every) > 1 else None
         if self._acl is None:
@@ -259,6 +296,18 @@ class EngramTables:
                 failed = failed or error
         if failed is not None:
             raise failed
+        if self in _registered:
+            _registered.remove(self)
+
+
+_registered: list[EngramTables] = []
+"""Tables that a device may read: their memory must not go while it is registered, whoever has forgotten them."""
+
+
+@atexit.register
+def _close_registered() -> None:
+    for tables in _registered[::-1]:
+        give_back(tables)
 
 
 def _bytes(size: int) -> str:
@@ -280,7 +329,7 @@ class _Progress:
         logger.info("Engram: %s: %.1f of %.1f GiB read, %.1f GB/s", self._prefix, done / GIB, total / GIB, rate)
 
 
-def _host() -> str:
+def _machine() -> str:
     """The same for all processes of a machine, in whichever containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -125,7 +125,7 @@ class DeepseekV41ForCausalLM(nn.Module):
     def close(self) -> None:
         """Give back what the process does not give back by ending: registered memory, last."""
         if self.model.engram is not None:
-            self.model.engram.tables.close()
+            self.model.engram.close()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """vLLM's call: every tensor of the weight files, in any order. Returns the parameters' names."""

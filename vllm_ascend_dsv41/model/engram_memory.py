@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,14 @@ class EngramMemory(nn.Module):
         self._dtype = vllm_config.model_config.dtype
         self._prefetcher = Prefetcher(device, options.prefetch)
 
+    def close(self) -> None:
+        """Give the tables back, after look-ups that are under way."""
+        self._prefetcher.close()
+        self.tables.close()
+
     def start(self, input_ids: Tensor, step: RowMetadata | None, lookback: Tensor | None) -> list[Pending]:
         """A look-up for every Engram layer. input_ids [T]; lookback [requests, n - 1] int32, ids before each request's
-        first token; ``step`` None: a dummy run, which has no ids and looks nothing up, but takes part.
+        first token; ``step`` None: a dummy run, whose tokens look nothing up, but which takes part.
 
         Where columns are divided among data-parallel ranks, each looks up for the tokens of all: every rank must come
         here in every step, also one without requests.
@@ -65,10 +71,13 @@ class EngramMemory(nn.Module):
             flat = rows.transpose(0, 1).flatten(1).contiguous()
             flat = self._ranks.divided.all_gatherv(flat, 0, self._tokens())
             rows = flat.view(-1, layers, self.columns).transpose(0, 1)
-        return [self._start_layer(number, rows[number, :, self._own]) for number in range(layers)]
+        return [
+            self._prefetcher.start(partial(self._look_up, number), rows[number, :, self._own])
+            for number in range(layers)
+        ]
 
-    def _start_layer(self, number: int, own: Tensor) -> Pending:
-        return self._prefetcher.start(lambda: self.tables[number].lookup(own, self._dtype))
+    def _look_up(self, number: int, rows: Tensor) -> Tensor:
+        return self.tables[number].lookup(rows, self._dtype)
 
     def finish(self, pending: Pending) -> Tensor:
         """[T, columns, dim], for the tokens of this rank."""

@@ -136,9 +136,9 @@ def _refuse_tensor_parallel_size(config: Any, ranks: int) -> None:
         "num_attention_heads": config.num_attention_heads,
         "o_groups": config.o_groups,
         "moe_intermediate_size": config.moe_intermediate_size,
-        "the Engram hash columns, (engram_max_ngram_size - 1) * engram_n_heads": columns,
         "(hc_mult + 1) * hidden_size": (config.hc_mult + 1) * config.hidden_size if columns else 0,
     }
     for name, value in split.items():
         if value % ranks:
             raise UnsupportedOptionError(f"--tensor-parallel-size {ranks}: must divide {name} = {value}")
+    check_columns(columns, ranks)

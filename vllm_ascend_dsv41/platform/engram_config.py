@@ -33,6 +33,8 @@ def accept_engram_config(architecture: str) -> None:
         def verify_and_update_config(vllm_config: Any) -> None:
             upstream.verify_and_update_config(vllm_config)
             given = vllm_config.engram_config
+            if given is None and getattr(vllm_config.model_config.hf_text_config, "engram_layer_ids", None):
+                given = EngramConfig()  # as upstream on CUDA: its defaults come from the environment too
             if given is not None and not isinstance(given, AscendEngramConfig):
                 values = {field.name: getattr(given, field.name) for field in fields(given)}
                 vllm_config.engram_config = AscendEngramConfig(**values)

@@ -81,6 +81,8 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
     def shutdown(self) -> None:
         """As upstream, after the Engram tables were given back."""
         close = getattr(getattr(getattr(self, "model_runner", None), "model", None), "close", None)
-        if close is not None:  # a start that failed early has no model, another model has nothing to close
-            close()
-        super().shutdown()
+        try:
+            if close is not None:  # other models have nothing to close
+                close()
+        finally:
+            super().shutdown()

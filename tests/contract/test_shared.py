@@ -40,6 +40,7 @@ def test_all_register_one_copy(checkpoint, tmp_path, runtime, ranks):
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (8, 0), (8, 5)])
 def test_one_is_killed(checkpoint, tmp_path, runtime, ranks, victim):
     with Members(ranks, tmp_path, checkpoint, ROWS, runtime, slow=True) as members:
+        members.wait("made")  # all of them: the writer may be ahead of others
         members.wait("loading", [0])
         others = members.kill(victim)
         assert all(text.startswith("PeerError: loading the table") for text in members.wait("failed", others))

@@ -84,7 +84,7 @@ def view(
         return torch.empty(sizes, dtype=dtype)
     segment = segment_of(address)
     _used_by(segment, torch.npu.current_device() if device is None else device)
-    return torch.empty(0, dtype=dtype).set_(
+    return torch.empty(0, dtype=dtype, device="cpu").set_(
         segment.storage, (address - segment.begin) // dtype.itemsize, sizes, strides
     )
 
@@ -94,11 +94,11 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "npu":
         return tensor
     if tensor.numel() == 0:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     address = tensor.data_ptr()
     segment = segment_of(address)
     _used_by(segment, tensor.device.index)
-    out = torch.empty(0, dtype=tensor.dtype)
+    out = torch.empty(0, dtype=tensor.dtype, device="cpu")  # a program may have made the NPU the default
     out.set_(segment.storage, (address - segment.begin) // tensor.element_size(), tensor.size(), tensor.stride())
     # Lazy conjugation and negation are marks on the tensor, not on its bytes.
     if tensor.is_conj():

@@ -170,6 +170,7 @@ def _launch(run: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [memory.host(v) for v in (*positional, *named.values()) if isinstance(v, torch.Tensor)]
         if graphs.record(self.fn.__name__, lambda: run(self, *positional, **named), *tensors):
             return None
-        return run(self, *positional, **named)
+        with torch.device("cpu"):  # a program may have made the NPU the default for new tensors
+            return run(self, *positional, **named)
 
     return call

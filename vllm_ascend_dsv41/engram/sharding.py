@@ -15,9 +15,9 @@ def check_columns(columns: int, ranks: int) -> None:
     """Raise EngramShardError unless ``columns`` hash columns can be divided among ``ranks``."""
     if columns % ranks:
         raise EngramShardError(
-            f"{columns} Engram hash columns cannot be divided among {ranks} ranks; choose a --tensor-parallel-size that "
-            f"divides {columns}, or, where data-parallel ranks divide them too (embedding_across_dp), let them share "
-            "one copy instead: --engram-config '{\"dp_shared_memory\": true}'"
+            f"{columns} Engram hash columns cannot be divided among {ranks} ranks; choose a --tensor-parallel-size "
+            f"that divides {columns}, or, where data-parallel ranks divide them too (embedding_across_dp), let them "
+            "share one copy instead: --engram-config '{\"dp_shared_memory\": true}'"
         )
 
 

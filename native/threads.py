@@ -48,3 +48,6 @@ def spread(function: Callable[[int, int], object], count: int, threads: int) -> 
         errors = [job.exception() for job in jobs]
     for error in filter(None, errors):
         raise error
+
+
+os.register_at_fork(after_in_child=pool.cache_clear)  # a child inherits the pools, but none of their threads

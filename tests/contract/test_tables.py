@@ -30,7 +30,7 @@ from vllm_ascend_dsv41.engram import (
 )
 from vllm_ascend_dsv41.engram.memory import PinnedMemory, PrivateMemory, SharedMemory
 from vllm_ascend_dsv41.engram.registration import DeviceNotSetError, Registration
-from vllm_ascend_dsv41.quant import Weights
+from vllm_ascend_dsv41.quant import CheckpointError, Weights
 
 pytestmark = pytest.mark.long
 ROWS = {1: 600_001, 4: 30_000}  # three blocks of 262,144 rows, one block
@@ -285,6 +285,22 @@ def test_files_and_read_only_memory_are_refused_by_the_driver(fake, acl, tmp_pat
     with pytest.raises(AclError, match="read-only"):
         acl.register(block.addresses[0], 4096, pinned=False)
     block.close()
+
+
+def test_tables_that_cannot_be_loaded_are_given_back(tmp_path, fake, acl, kind):
+    """The same process may try again, with other files."""
+    files = write_tables(tmp_path, ROWS)
+    path = tmp_path / files.files["layers.4.engram.embed.scale"]
+    content = path.read_bytes()
+    path.write_bytes(content[:-8])
+    made = tables(files, acl, kind)
+    with pytest.raises(CheckpointError, match="header promises"):
+        made.load()
+    assert fake.left == (0, 0, 0)
+    path.write_bytes(content)
+    made = tables(files, acl, kind)
+    made.load()
+    made.close()
 
 
 @pytest.mark.parametrize("option", ["dp_shared_memory", "use_thp"])

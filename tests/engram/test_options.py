@@ -24,6 +24,7 @@ def test_both_sources():
     options = EngramOptions.of(given, own(chunk_mib=64, numa="0,2", prefetch=True, load_threads=8))
     assert options == EngramOptions(True, False, True, False, 64, "0,2", True, 8)
     assert options.nodes == [0, 2]
+    assert EngramOptions.of(None, own(numa=1)).nodes == [1]
     later = SimpleNamespace(cpu_offload=True, embedding_across_dp=False, dp_shared_memory=False, use_thp=True)
     assert EngramOptions.of(later, {}).use_thp  # vLLM's own field from 0.32 on
 
@@ -40,6 +41,9 @@ def test_both_sources():
         ({}, own(load_threads=-1), "load_threads is -1"),
         ({}, own(numa="near"), "numa is 'near', expected auto, interleave, off or node numbers"),
         ({}, {"dsv41": {"engram": [1]}}, r"\[1\] is not an object"),
+        ({}, {"dsv41": {"engarm": {}}}, r"dsv41 is \{'engarm': \{\}\}, expected an object with \"engram\""),
+        ({}, {"dsv41": True}, "dsv41 is True"),
+        ({}, own(load_threads=1000), "load_threads is 1000, expected at most 64"),
         ({"dp_shared_memory": True, "embedding_across_dp": True}, {}, "exclude each other"),
         ({"dp_shared_memory": True}, own(use_thp=True), "use_thp is for a private copy"),
         ({"cpu_offload": False}, own(use_thp=True), "cpu_offload is false"),

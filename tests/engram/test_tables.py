@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from vllm_ascend_dsv41.engram import (
     EngramOptionError,
@@ -19,6 +24,7 @@ from vllm_ascend_dsv41.engram import (
     Place,
     TableShard,
     limits,
+    loader,
     numa,
 )
 from vllm_ascend_dsv41.engram.loader import load_table
@@ -130,7 +136,7 @@ def test_progress_counts_every_byte(checkpoint, threads):
 
 
 @pytest.mark.parametrize("make", ["host", "device"])
-def test_a_file_that_was_cut_meanwhile(tmp_path, make):
+def test_a_file_that_was_cut_meanwhile(tmp_path, make, monkeypatch):
     files = write_tables(tmp_path, ROWS)
     path = tmp_path / files.files["layers.1.engram.embed.weight"]
     if make == "host":
@@ -142,11 +148,25 @@ def test_a_file_that_was_cut_meanwhile(tmp_path, make):
     else:
         table = DeviceTable(TableShard(0, 24, 0, ROWS[1], DIM), 2, CPU)
     os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(CheckpointError, match=rf"{path}: .* bytes, its header promises"):
+        load_table(files, "layers.1.engram.embed", table, 2)
+    monkeypatch.setattr(loader, "_check_header", lambda *_: None)  # it is cut after that
     with pytest.raises(CheckpointError, match=rf"{path}: ends before byte .* fetch it again"):
         load_table(files, "layers.1.engram.embed", table, 2)
     path.unlink()
     with pytest.raises(CheckpointError, match=rf"{path}: cannot be opened"):
         load_table(files, "layers.1.engram.embed", table, 2)
+
+
+def test_a_file_that_was_exchanged_meanwhile(tmp_path):
+    """Its header is longer, and all rows have moved."""
+    files = write_tables(tmp_path, ROWS)
+    key = "layers.1.engram.embed.weight"
+    path = tmp_path / files.files[key]
+    with safe_open(path, "pt") as old:
+        save_file({key: old.get_tensor(key)}, path, metadata={"note": "x" * 100})
+    with pytest.raises(CheckpointError, match=rf"{path}: {key} has moved since the checkpoint was checked"):
+        tables(files)
 
 
 @pytest.mark.parametrize("cpu_offload", [True, False])
@@ -206,11 +226,12 @@ def test_memory_in_use_outlives_closing():
 
 def test_pages_are_where_they_were_asked_for():
     nodes = numa.nodes()
-    memory = PrivateMemory(4 << 20, 2 << 20)
-    memory.bind(nodes)
-    memory.touch(threads=1)
-    assert sum(memory.placement().values()) == 4 << 20
-    assert set(memory.placement()) <= set(nodes)
+    for where in (nodes, []):  # or the toucher's own
+        memory = PrivateMemory(4 << 20, 2 << 20)
+        memory.bind(where)
+        memory.touch(threads=1)
+        assert sum(memory.placement().values()) == 4 << 20
+        assert set(memory.placement()) <= set(nodes)
     with pytest.raises(OSError, match="mbind to nodes"):
         memory.bind([1000])
 
@@ -267,6 +288,23 @@ def test_a_second_process_sees_shared_memory():
     other.close()
 
 
+def test_a_file_that_is_no_shared_copy(tmp_path):
+    """Process and descriptor numbers mean something else in another container."""
+    with open(tmp_path / "other", "w+b") as other, pytest.raises(EngramMemoryError, match="not a table"):
+        SharedMemory(4096, 2 << 20, handle=(os.getpid(), other.fileno()))
+    memory = SharedMemory(3 << 20, 2 << 20)
+    with pytest.raises(EngramMemoryError, match=r"it has 4,194,304 bytes"):
+        SharedMemory(5 << 20, 2 << 20, handle=memory.handle)
+    memory.close()
+
+
+def test_a_shared_copy_goes_with_its_last_user():
+    before = len(os.listdir("/proc/self/fd"))
+    SharedMemory(4096, 2 << 20)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_memory_that_cannot_be_had():
     with pytest.raises(EngramMemoryError, match=r"bytes of host memory for an Engram table"):
         PrivateMemory(1 << 60, 2 << 20)
@@ -307,6 +345,24 @@ def test_reports_say_where_each_table_lives(checkpoint):
     made = tables(checkpoint, cpu_offload=False)
     assert "in device memory" in made.report()[0]
     made.close()
+
+
+def test_a_forked_child_looks_up_with_threads_of_its_own(checkpoint):
+    """The parent's threads are not there, its pool is."""
+    program = f"""
+import os, sys, torch
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from vllm_ascend_dsv41.native.threads import spread
+done = []
+spread(lambda begin, end: done.append((begin, end)), 10, 3)
+child = os.fork()
+if child == 0:
+    spread(lambda begin, end: done.append((begin, end)), 10, 3)
+    os._exit(len(done))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "6\n", done.stderr
 
 
 def test_look_ups_of_many_threads(checkpoint):

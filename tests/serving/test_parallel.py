@@ -22,6 +22,7 @@ TOKENS = 12
 # one NUMA node: each rank gets a core of its own; without it vLLM asks for as many nodes as ranks
 CORES = sorted(os.sched_getaffinity(0))
 BIND = {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
+BIND4 = {"VLLM_CPU_OMP_THREADS_BIND": "|".join([f"{CORES[0]}|{CORES[-1]}"] * 2)}
 MODES = {
     "tp2": {"tensor_parallel_size": 2},
     "tp2-ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -81,6 +82,7 @@ DATA_PARALLEL = {
     "dp2-ep2": ["--enable-expert-parallel"],
     "dp2-engram-divided": ["--engram-config", '{"embedding_across_dp": true}'],
     "dp2-engram-shared": ["--engram-config", '{"dp_shared_memory": true}'],
+    "dp2-tp2-engram-divided": ["--tensor-parallel-size", "2", "--engram-config", '{"embedding_across_dp": true}'],
 }
 
 
@@ -93,9 +95,8 @@ def test_data_parallel_server(converted, reference, prompts, tmp_path, mode):
     options += ["--data-parallel-size", "2", "--api-server-count", "1"]
     options += DATA_PARALLEL[mode]
     asked, model = prompts(3, 40, 130, 300, 17, 64, seed=23), reference(directory)
-    with Server(
-        directory, options, tmp_path / "log", env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    ) as server:
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO", **(BIND4 if "tp2" in mode else {})}
+    with Server(directory, options, tmp_path / "log", env=environment) as server:
 
         def complete(prompt: list[int]) -> list[int]:
             body = {
@@ -116,7 +117,7 @@ def test_data_parallel_server(converted, reference, prompts, tmp_path, mode):
         with ThreadPoolExecutor(len(asked)) as pool:
             served = list(pool.map(complete, asked))
     log = (tmp_path / "log").read_text()
-    assert ("hash columns 0 to " in log) == (mode == "dp2-engram-divided")
+    assert ("hash columns 0 to " in log) == ("divided" in mode)
     assert ("one copy for 2 ranks" in log) == (mode == "dp2-engram-shared")
     assert alone == served[0]
     for prompt, tokens in zip(asked, served, strict=True):

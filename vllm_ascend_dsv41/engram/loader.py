@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..native.threads import executor
 from ..quant import Checkpoint, CheckpointError, Weights
+from ..quant.checkpoint import Location, read_header
 from .memory import Bytes
 from .storage import Table, part_bytes
 
@@ -50,6 +51,7 @@ def load_table(
     done = _Done(sum(table.part_sizes.values()), progress)
     for part, size in part_bytes(table.shard.dim, table.groups).items():
         location = checkpoint.locations[f"{prefix}.{part}"]
+        _check_header(checkpoint.directory / location.file, f"{prefix}.{part}", location)
         start = location.offset + table.shard.first_row * size
         with _File(checkpoint.directory / location.file, done) as file:
             if table.concurrent:
@@ -57,6 +59,13 @@ def load_table(
             else:
                 for offset, place in table.spans(part):
                     file.fill(start + offset, place)
+
+
+def _check_header(path: Path, key: str, expected: Location) -> None:
+    """The file may have been exchanged since the checkpoint was opened: other offsets would give other rows."""
+    stored, offset = read_header(path).get(key, (None, 0))
+    if stored is None or (offset, stored.bytes) != (expected.offset, expected.bytes):
+        raise CheckpointError(f"{path}: {key} has moved since the checkpoint was checked; do not change it meanwhile")
 
 
 def _fill_in_parallel(file: _File, start: int, spans: Iterable[tuple[int, Bytes]], threads: int) -> None:

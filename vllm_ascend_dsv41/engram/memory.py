@@ -25,6 +25,7 @@ from .acl import Acl
 
 logger = logging.getLogger("vllm.dsv41")
 HUGE_PAGE = 2 << 20  # of x86_64 and aarch64 with pages of 4 KiB; sizes of blocks are multiples
+NAME = "dsv41-engram"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MAP_NORESERVE = 0x4000  # of linux/mman.h; Python 3.10 does not name it
 Bytes = NDArray[np.uint8]
@@ -140,33 +141,36 @@ class SharedMemory(MappedMemory):
     """
 
     def __init__(self, size: int, block: int, handle: tuple[int, int] | None = None) -> None:
-        self._file = -1
         try:
             if handle is None:
-                self._file = os.memfd_create("dsv41-engram")
-                os.ftruncate(self._file, rounded(size))
+                self._file = os.fdopen(os.memfd_create(NAME), "r+b", buffering=0)
+                os.ftruncate(self._file.fileno(), rounded(size))
             else:
-                self._file = os.open(f"/proc/{handle[0]}/fd/{handle[1]}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            if self._file >= 0:
-                os.close(self._file)
+                path = f"/proc/{handle[0]}/fd/{handle[1]}"
+                if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # of another process, in another namespace
+                    raise OSError(f"{path} is {os.readlink(path)}, not a table")
+                self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  it stays open
+            found = os.fstat(self._file.fileno()).st_size
+            if found != rounded(size):
+                raise OSError(f"it has {found:,} bytes")
+        except (OSError, OverflowError) as error:
             raise EngramMemoryError(
                 f"the shared copy of an Engram table ({size:,} bytes) cannot be made or opened: {error}; ranks that "
                 "share run in one container under one user; others have copies of their own (dp_shared_memory false)"
             ) from error
-        self.handle = handle or (os.getpid(), self._file)
+        self.handle = handle or (os.getpid(), self._file.fileno())
         try:
             flags = mmap.MAP_SHARED
-            super().__init__(size, block, rounded(size), lambda length: mmap.mmap(self._file, length, flags=flags))
+            super().__init__(
+                size, block, rounded(size), lambda length: mmap.mmap(self._file.fileno(), length, flags=flags)
+            )
         except BaseException:
-            os.close(self._file)
+            self._file.close()
             raise
 
     def close(self) -> None:
         super().close()
-        if self._file >= 0:
-            held, self._file = self._file, -1
-            os.close(held)
+        self._file.close()
 
 
 class PinnedMemory(HostMemory):

@@ -41,8 +41,9 @@ def nodes() -> list[int]:
 
 
 def bind(address: int, size: int, where: list[int]) -> None:
-    """Pages of [address, address + size) that are touched from now on come from ``where``: from its one node while
-    that has memory, or from several in turn. Raises OSError, PermissionError where a container forbids it."""
+    """Choose the nodes of the pages of [address, address + size) that are touched from now on: ``where`` one, that one
+    while it has memory; several, these in turn; none, the toucher's own while it has memory, whatever the process is
+    bound to. Raises OSError, PermissionError where a container forbids it."""
     mask = (ctypes.c_ulong * 16)()
     for node in where:
         mask[node // 64] |= 1 << node % 64

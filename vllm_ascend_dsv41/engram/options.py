@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-KEYS = "dsv41", "engram"  # --additional-config '{"dsv41": {"engram": {...}}}'
+# of --additional-config '{"dsv41": {"engram": {...}}}'
+MOST_THREADS = 64
 OWN = ("chunk_mib", "numa", "prefetch", "load_threads", "use_thp")
 
 
@@ -27,10 +28,11 @@ class EngramOptions:
     use_thp: bool = False
     """Transparent huge pages for a private copy: fewer misses of the address cache at random rows."""
     chunk_mib: int = 1024
-    """Largest range that is registered at once, in MiB; larger ones are cut. Drivers refused 200 GB in one."""
+    """Largest range that is registered at once, in MiB; larger ones are cut. Drivers refused 200 GB in one.
+    A chunk holds whole huge pages of codes and of scales: 16 MiB at least, with the released rows."""
     numa: str = "auto"
-    """``auto``: the node of the device, or all nodes in turn for a shared copy; ``interleave``; ``off``: wherever the
-    toucher runs; or node numbers: ``0,2``."""
+    """``auto``: the node of the device, or all nodes in turn for a shared copy; ``interleave``; ``off``: as
+    the process allocates; or node numbers: ``0,2``."""
     prefetch: bool = False
     """Look rows up on a second stream (on CPU: a thread) while the layers before them compute."""
     load_threads: int = 4
@@ -39,10 +41,11 @@ class EngramOptions:
     @classmethod
     def of(cls, engram_config: Any, additional_config: Mapping[str, Any] | None) -> EngramOptions:
         """From vLLM's two options; ``engram_config`` None: its defaults. Raises EngramOptionError."""
-        own = additional_config or {}
-        for key in KEYS:
-            own = own.get(key, {}) if isinstance(own, Mapping) else own
-        where = "--additional-config, dsv41.engram"
+        where = "--additional-config, dsv41"
+        outer = (additional_config or {}).get("dsv41", {})
+        if not isinstance(outer, Mapping) or set(outer) - {"engram"}:
+            raise EngramOptionError(f'{where} is {outer!r}, expected an object with "engram" and nothing else')
+        where, own = f"{where}.engram", outer.get("engram", {})
         if not isinstance(own, Mapping):
             raise EngramOptionError(f"{where}: {own!r} is not an object")
         values = {name: getattr(engram_config, name) for name in _names() if hasattr(engram_config, name)}
@@ -50,6 +53,8 @@ class EngramOptions:
             if key not in OWN:
                 hint = "it belongs to --engram-config" if key in _names() else f"there are {', '.join(OWN)}"
                 raise EngramOptionError(f"{where}: unknown option {key!r}; {hint}")
+            if key == "numa" and type(value) is int:  # vLLM's --additional-config.dsv41.engram.numa 0
+                value = str(value)
             wanted = type(getattr(cls, key))
             if type(value) is not wanted:
                 raise EngramOptionError(f"{where}: {key} is {value!r}, expected {wanted.__name__}")
@@ -62,6 +67,8 @@ class EngramOptions:
         for name in ("chunk_mib", "load_threads"):
             if getattr(self, name) < 1:
                 raise EngramOptionError(f"{where}: {name} is {getattr(self, name)}, expected at least 1")
+        if self.load_threads > MOST_THREADS:
+            raise EngramOptionError(f"{where}: load_threads is {self.load_threads}, expected at most {MOST_THREADS}")
         if self.chunk_mib % 2:
             raise EngramOptionError(f"{where}: chunk_mib is {self.chunk_mib}, expected a multiple of 2 (a huge page)")
         self.nodes  # noqa: B018  it raises where numa is no list

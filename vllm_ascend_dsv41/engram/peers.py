@@ -30,7 +30,10 @@ class Peers:
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            raise PeerError(f"{what}: another rank ended meanwhile; its own log says why ({error})") from error
+            reason = "another rank ended meanwhile; its own log says why"
+            if "timed out" in str(error).lower():
+                reason = "another rank gave no answer in time: is one stopped, or its storage very slow?"
+            raise PeerError(f"{what}: {reason} ({error})") from error
         return values
 
     def together(self, what: str, function: Callable[[], T]) -> T:

@@ -237,8 +237,8 @@ class EngramTables:
             return options.nodes
         if options.numa == "interleave" or self._place.sharing is not None:
             return every if len(every) > 1 else None
-        if self._acl is None:
-            return None  # the ranks' threads are bound already: who loads a page is near it
+        if self._acl is None:  # near the ranks' threads, which are bound; vLLM binds memory, too, and strictly
+            return [] if len(every) > 1 else None
         node = numa.node_of_npu(device.index or 0)
         if node is None and len(every) > 1:
             logger.warning("Engram: the NUMA node of %s cannot be told; its tables lie on all nodes in turn", device)
@@ -248,9 +248,13 @@ class EngramTables:
     # ---- use ---------------------------------------------------------------------------------------------------------
 
     def load(self) -> set[str]:
-        """Fill every table from the checkpoint; returns the keys that were read."""
-        for layer in self._layers:
-            self._place.everyone.together(f"loading the table {layer.prefix}", partial(self._load, layer))
+        """Fill every table from the checkpoint; returns the keys that were read. What fails closes the tables."""
+        try:
+            for layer in self._layers:
+                self._place.everyone.together(f"loading the table {layer.prefix}", partial(self._load, layer))
+        except BaseException:
+            give_back(self)
+            raise
         for line in self.report():
             logger.info("Engram: %s", line)
         return {f"{layer.prefix}.{part}" for layer in self._layers for part in self._sizes(layer)}

@@ -16,7 +16,7 @@ def own(**values):
 def test_defaults():
     assert EngramOptions.of(None, None) == EngramOptions()
     assert EngramOptions.of(None, {"enable_kvpp": False}) == EngramOptions()
-    assert EngramOptions() == EngramOptions(True, False, False, False, 1024, "auto", False, 4)
+    assert EngramOptions() == EngramOptions(True, False, False, False, 1024, "auto", False, 2)
 
 
 def test_both_sources():

@@ -35,8 +35,8 @@ class EngramOptions:
     the process allocates; or node numbers: ``0,2``."""
     prefetch: bool = False
     """Look rows up on a second stream (on CPU: a thread) while the layers before them compute."""
-    load_threads: int = 4
-    """Threads of a rank that read its tables."""
+    load_threads: int = 2
+    """Threads of a rank that read its tables; there are other ranks."""
 
     @classmethod
     def of(cls, engram_config: Any, additional_config: Mapping[str, Any] | None) -> EngramOptions:

@@ -1,7 +1,7 @@
 """Engram look-up on Ascend NPUs, in Triton-Ascend: rows of device memory, or of host memory that the device reads.
 
-One program serves a block of tokens in one hash column. Ids outside the table give zeros and are not followed. Products
-are rounded to BF16 once, to nearest even.
+One program serves a block of tokens in one hash column. Ids outside the table give zeros; no address is made of them.
+Products are rounded to BF16 once, to nearest even.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-# of --additional-config '{"dsv41": {"engram": {...}}}'
 MOST_THREADS = 64
+#: Of --additional-config '{"dsv41": {"engram": {...}}}'.
 OWN = ("chunk_mib", "numa", "prefetch", "load_threads", "use_thp")
 
 

@@ -37,7 +37,7 @@ def test_all_register_one_copy(checkpoint, tmp_path, runtime, ranks):
         members.ended()
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (8, 0), (8, 5)])
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (8, 5)])
 def test_one_is_killed(checkpoint, tmp_path, runtime, ranks, victim):
     with Members(ranks, tmp_path, checkpoint, ROWS, runtime, slow=True) as members:
         members.wait("made")  # all of them: the writer may be ahead of others
@@ -60,9 +60,9 @@ def test_one_is_killed_while_serving(checkpoint, tmp_path, runtime, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("call", [1, 3, 5, 10])
+@pytest.mark.parametrize("call", [1, 5, 10])
 def test_one_is_refused(checkpoint, tmp_path, runtime, victim, call):
-    """By the runtime, at the probe, or at the first, a later or the last block: nobody goes on."""
+    """By the runtime, at the probe, at an early or at the last block: nobody goes on."""
     with Members(2, tmp_path, checkpoint, ROWS, runtime, refusals={victim: ("aclrtHostRegisterV2", call)}) as members:
         said = members.wait("failed")
         assert said[victim].startswith("AclError: aclrtHostRegisterV2 returned 507899")

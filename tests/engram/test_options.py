@@ -45,6 +45,7 @@ def test_both_sources():
         ({}, {"dsv41": True}, "dsv41 is True"),
         ({}, own(load_threads=1000), "load_threads is 1000, expected at most 64"),
         ({"dp_shared_memory": True, "embedding_across_dp": True}, {}, "exclude each other"),
+        ({"dp_shared_memory": True, "cpu_offload": False}, {}, "dp_shared_memory is about host memory"),
         ({"dp_shared_memory": True}, own(use_thp=True), "use_thp is for a private copy"),
         ({"cpu_offload": False}, own(use_thp=True), "cpu_offload is false"),
     ],

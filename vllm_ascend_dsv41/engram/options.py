@@ -79,6 +79,10 @@ class EngramOptions:
                 "data-parallel ranks or divided among them; sharing needs no exchange in every step",
             ),
             (
+                self.dp_shared_memory and not self.cpu_offload,  # upstream refuses it too; here rows would stay zero
+                "dp_shared_memory is about host memory, and cpu_offload is false; leave one of them out",
+            ),
+            (
                 self.dp_shared_memory and self.use_thp,
                 "use_thp is for a private copy: huge pages of shared memory are the kernel's setting "
                 "(/sys/kernel/mm/transparent_hugepage/shmem_enabled); leave one of use_thp and dp_shared_memory out",

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .memory import give_back
+
 T = TypeVar("T")
 
 
@@ -62,4 +64,4 @@ class Peers:
 
 def _close(result: Any) -> None:
     if hasattr(result, "close"):
-        result.close()
+        give_back(result)  # what it may raise must not hide what the peer said

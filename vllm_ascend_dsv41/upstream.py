@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from typing import Any
 
 _LAYERS = "vllm.model_executor.layers"
@@ -66,6 +67,14 @@ NAMES = {
     "FusedMoEMethodBase": f"{_MOE}.fused_moe_method_base",
     "RoutedExperts": _MOE,
     "RoutingMethodType": f"{_MOE}.config",
+    # speculative decoding
+    "RejectionSampler": "vllm.v1.sample.rejection_sampler",
+    "SamplerOutput": "vllm.v1.outputs",
+    "SpeculativeConfig": "vllm.config",
+    "StatLoggerBase": "vllm.v1.metrics.loggers",
+    "apply_top_k_top_p": "vllm.v1.sample.ops.topk_topp_sampler",
+    "generate_uniform_probs": "vllm.v1.sample.rejection_sampler",
+    "set_forward_context": "vllm.forward_context",
     # quantisation
     "QUANTIZATION_METHODS": f"{_LAYERS}.quantization",
     "QuantizationConfig": f"{_LAYERS}.quantization.base_config",
@@ -85,6 +94,18 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     return "no vLLM"
+
+
+def require_method(cls: type, name: str, arguments: tuple[str, ...]) -> None:
+    """Check that vLLM's class has a method that we override, with these first arguments. Raises ImportError."""
+    owner = next((base for base in cls.__mro__ if base.__module__.startswith("vllm.") and name in vars(base)), None)
+    found = () if owner is None else tuple(signature(vars(owner)[name]).parameters)[1 : len(arguments) + 1]
+    if owner is None or found != arguments:
+        what = "no such method" if owner is None else f"arguments {', '.join(found)}"
+        raise ImportError(
+            f"{vllm_version()}: {cls.__name__}.{name}: {what}, expected {', '.join(arguments) or 'the method'}; this "
+            "package is written for vLLM 0.30.0"
+        )
 
 
 def __getattr__(name: str) -> Any:

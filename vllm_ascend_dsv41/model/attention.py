@@ -95,14 +95,17 @@ class Attention(nn.Module):
         first = get_tensor_model_parallel_rank() * self.heads
         copy_into(parameter, value[first : first + self.heads])
 
+    def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> low-rank queries [T, q_lora_rank] and rows [T, head_dim], keys and values in one."""
+        qr, kv = self.wqa_wkv(x).split([self.q_rank, self.head_dim], dim=-1)
+        return self.q_norm(qr), apply_rope(self.kv_norm(kv), rope)
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """x [T, D] -> [T, D]. All rows of the step are written before any is read: a request may hit
         blocks that another one fills in the same step."""
-        qr, kv = self.wqa_wkv(x).split([self.q_rank, self.head_dim], dim=-1)
-        qr, kv = self.q_norm(qr), self.kv_norm(kv)
         rope = step.rope(self.compressed)
+        qr, kv = self.project(x, rope)
         q = apply_rope(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), rope)
-        kv = apply_rope(kv, rope)
         if self.compressor is not None:
             self.compressor(x, step)
         if self.indexer is not None:

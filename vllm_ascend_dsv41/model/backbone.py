@@ -15,9 +15,10 @@ from ..quant.rotation import FILE as ROTATION_FILE
 from ..quant.rotation import read_block
 from ..upstream import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding, get_forward_context
 from .compressor import Compressor
+from .dspark import Draft
 from .engram import Engram
 from .engram_memory import EngramMemory
-from .layer import Layer
+from .layer import Layer, spread
 from .parameters import Norm
 from .step import Rope, Step
 from .weights import load_weights
@@ -50,6 +51,12 @@ class Backbone(nn.Module):
                 engram = Engram(config, layer.engram, self.engram, rotation, quant_config, f"{name}.engram")
             layers.append(Layer(config, layer, sources, engram, dtype, quant_config, name))
         self.layers = nn.ModuleList(layers)
+        self.mtp: Draft | None = None
+        if vllm_config.speculative_config is not None:
+            # a rotated trunk's embedding and head are of no use to the draft, which keeps the original basis
+            shared = self.embed_tokens if block is None else None
+            self.mtp = Draft(vllm_config, plan, shared, f"{prefix}.mtp")
+        self._draft_targets = frozenset(layer.index for layer in plan.trunk if layer.draft_target)
         self.window_prefix = layers[0].attn.window.prefix
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
@@ -69,11 +76,16 @@ class Backbone(nn.Module):
             own = None if metadata is None else metadata[self.window_prefix]
             engram = self.engram.start(input_ids, own, lookback)
         step = Step(positions.long(), input_ids == self.image_token_id, metadata, self.rope, engram)
-        streams = x[:, None].expand(-1, self.hc, -1).contiguous()
-        pre = torch.zeros(len(x), self.hc, dtype=torch.float32, device=x.device)
-        pre[:, 0] = 1.0  # the first collapse reads stream 0 alone
-        for layer in self.layers:
+        streams, pre = spread(x, self.hc)
+        targets = []
+        for index, layer in enumerate(self.layers):
+            if layer.engram is not None:
+                streams = layer.engram(streams, step)
+            if self.mtp is not None and index in self._draft_targets:
+                targets.append(streams.mean(1))
             streams, pre = layer(streams, pre, step)
+        if self.mtp is not None:
+            self.mtp.observe(torch.cat(targets, dim=-1), step)
         return self.norm(hc_collapse(streams, pre))
 
 
@@ -121,6 +133,14 @@ class DeepseekV41ForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """[T, D] -> [T, vocabulary] float32."""
         return self.logits_processor(self.lm_head, hidden_states)
+
+    def draft(self, anchors: Tensor, last: Tensor, tables: dict[str, Tensor], size: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [R * size, D] and logits [R * size, vocabulary] of drafted blocks, Markov bias not included:
+        see ``Draft.forward``."""
+        mtp = self.model.mtp
+        assert mtp is not None
+        hidden, normed = mtp(anchors, last, tables, size)
+        return hidden, self.logits_processor(mtp.head or self.lm_head, normed)
 
     def close(self) -> None:
         """Give back what the process does not give back by ending: registered memory, last."""

@@ -1,4 +1,4 @@
-"""One trunk layer: Engram, attention and experts between hyper-connections."""
+"""One layer, of the trunk or of the draft: attention and experts between hyper-connections."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from .parameters import Norm, empty
 from .step import Step
 
 
+def spread(x: Tensor, hc: int) -> tuple[Tensor, Tensor]:
+    """Embeddings [T, D] -> streams [T, hc, D], all alike, and ``pre`` [T, hc]: the first collapse reads stream 0 alone."""
+    pre = torch.zeros(len(x), hc, dtype=torch.float32, device=x.device)
+    pre[:, 0] = 1.0
+    return x[:, None].expand(-1, hc, -1).contiguous(), pre
+
+
 class HyperConnection(nn.Module):
     """The coefficients of one sublayer (spec section 3.1)."""
 
@@ -33,7 +40,11 @@ class HyperConnection(nn.Module):
 
 
 class Layer(nn.Module):
-    """Each sublayer's input is collapsed with the coefficients of the sublayer before it."""
+    """Each sublayer's input is collapsed with the coefficients of the sublayer before it.
+
+    ``engram``, where the layer has one, changes the streams in front of the layer: the backbone calls it, since the
+    draft reads what lies between.
+    """
 
     def __init__(
         self,
@@ -44,19 +55,18 @@ class Layer(nn.Module):
         dtype: torch.dtype,
         quant_config: Any,
         prefix: str,
+        attention: type[Attention] = Attention,
     ) -> None:
         super().__init__()
         self.engram = engram
         self.attn_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.ffn_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
-        self.attn = Attention(config, plan, sources, dtype, quant_config, f"{prefix}.attn")
+        self.attn = attention(config, plan, sources, dtype, quant_config, f"{prefix}.attn")
         self.ffn = MoE(config, plan, dtype, quant_config, f"{prefix}.ffn")
 
     def forward(self, streams: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """streams [T, hc, D], pre [T, hc] -> the same after this layer."""
-        if self.engram is not None:
-            streams = self.engram(streams, step)
         next_pre, post, comb = self.hc_attn(streams)
         y = self.attn(self.attn_norm(hc_collapse(streams, pre)), step)
         streams, pre = hc_expand(y, streams, post, comb), next_pre

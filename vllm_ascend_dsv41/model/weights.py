@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..quant import Checkpoint
 from ..quant.checkpoint import CheckpointError
+from ..quant.rotation import FILE as ROTATION_FILE
 from .parameters import CheckpointShapeError, copy_into
 
 
@@ -40,6 +42,15 @@ class Table:
 
 
 @dataclass(frozen=True)
+class DraftCopy:
+    """The draft's own copy of tensor ``source``, which it needs when the trunk is rotated; else it must be the same."""
+
+    pattern: str
+    target: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Skip:
     """Tensors that this model does not load, and why."""
 
@@ -47,11 +58,12 @@ class Skip:
     reason: str
 
 
-LAYER = r"layers\.(?P<layer>\d+)"
-TO = r"model.layers.\g<layer>"
+LAYER = r"(?P<block>(layers|mtp)\.\d+)"  # a layer of the trunk or a stage of the draft
+TO = r"model.\g<block>"
+DRAFT = r"mtp\.\d+"  # the draft's other tensors carry the number of its first or last stage
 SUFFIX = r"(?P<suffix>weight|weight_scale)"
 
-RULES: tuple[Load | LoadExpert | Table | Skip, ...] = (
+RULES: tuple[Load | LoadExpert | Table | DraftCopy | Skip, ...] = (
     Load(r"embed\.weight", "model.embed_tokens.weight"),
     Load(r"head\.weight", "lm_head.weight"),
     Load(r"norm\.weight", "model.norm.weight"),
@@ -78,14 +90,19 @@ RULES: tuple[Load | LoadExpert | Table | Skip, ...] = (
     Load(rf"{LAYER}\.ffn\.shared_experts\.w2\.{SUFFIX}", rf"{TO}.ffn.shared_experts.w2.\g<suffix>"),
     Table(rf"{LAYER}\.engram\.embed\.(weight|scale)"),
     Load(rf"{LAYER}\.engram\.(?P<name>wkv\.weight|q_weight|k_weight)", rf"{TO}.engram.\g<name>"),
-    Skip(r"layers\..*\.weight_offset", "symmetric quantisation: offsets are zero, which is checked"),
-    Skip(r"mtp\..*", "draft blocks: for speculative decoding"),
+    Skip(r"(layers|mtp)\..*\.weight_offset", "symmetric quantisation: offsets are zero, which is checked"),
+    Load(rf"{DRAFT}\.(?P<name>main_proj|main_norm|norm)\.weight", r"model.mtp.\g<name>.weight"),
+    Load(rf"{DRAFT}\.markov_head\.(?P<name>embed|head)\.weight", r"model.mtp.markov_\g<name>.weight"),
+    Load(rf"{DRAFT}\.confidence_head\.proj\.weight", "model.mtp.confidence_head.weight"),
+    DraftCopy(rf"{DRAFT}\.embed\.weight", "model.mtp.embed_tokens.weight", "embed.weight"),
+    DraftCopy(rf"{DRAFT}\.head\.weight", "model.mtp.head.weight", "head.weight"),
     Skip(r"(vision|aligner|image_).*", "vision tower: the text model does not use it"),
 )
+SHARED = frozenset(rule.source for rule in RULES if isinstance(rule, DraftCopy))
 _COMPILED = tuple((re.compile(rule.pattern), rule) for rule in RULES)
 
 
-def find_rule(key: str) -> tuple[Load | LoadExpert | Table | Skip, re.Match[str]]:
+def find_rule(key: str) -> tuple[Load | LoadExpert | Table | DraftCopy | Skip, re.Match[str]]:
     """The one rule for a checkpoint key. Raises CheckpointError when none or several match."""
     found = [(rule, match) for pattern, rule in _COMPILED if (match := pattern.fullmatch(key))]
     if len(found) != 1:
@@ -110,12 +127,16 @@ def load_weights(model: Any, checkpoint: Checkpoint, weights: Iterable[tuple[str
     """
     loaded: set[str] = set()
     seen: set[str] = set()
+    shared: dict[str, dict[str, Tensor]] = {}  # source -> it and its copy, still in their files
     for key, value in weights:
         if key not in checkpoint.files:
             raise CheckpointError(f"{checkpoint.directory}: {key} is in a weight file but not in the index")
         if key in seen:
             raise CheckpointError(f"{checkpoint.directory}: {key} is in two weight files")
         seen.add(key)
+        rule = find_rule(key)[0]
+        if key in SHARED or isinstance(rule, DraftCopy):
+            shared.setdefault(rule.source if isinstance(rule, DraftCopy) else key, {})[key] = value
         try:
             loaded.update(_load_one(model, key, value))
         except (CheckpointShapeError, AssertionError) as error:
@@ -126,6 +147,9 @@ def load_weights(model: Any, checkpoint: Checkpoint, weights: Iterable[tuple[str
     missing = sorted(set(checkpoint.files) - seen)
     if missing:
         raise CheckpointError(f"{checkpoint.directory}: not delivered by the weight loader: {', '.join(missing[:5])}")
+    if model.model.mtp is not None and model.model.mtp.head is None:
+        for tensors in shared.values():
+            _check_equal(checkpoint, tensors)
     filled = {id(model.get_parameter(name)) for name in loaded}
     empty = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if empty:
@@ -133,13 +157,27 @@ def load_weights(model: Any, checkpoint: Checkpoint, weights: Iterable[tuple[str
     return loaded
 
 
-def _load_one(model: nn.Module, key: str, value: Tensor) -> Iterable[str]:
+def _check_equal(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """A trunk that is not rotated and its draft have one embedding and one head."""
+    (name, first), *others = tensors.items()
+    for other, value in others:
+        if not torch.equal(first, value):
+            raise CheckpointError(
+                f"{checkpoint.directory}: {name} and {other} differ though there is no {ROTATION_FILE}: the rotation is "
+                "missing, or one of them is from another conversion; convert again"
+            )
+
+
+def _load_one(model: Any, key: str, value: Tensor) -> Iterable[str]:
     rule, match = find_rule(key)
     if isinstance(rule, Skip):
         if key.endswith(".weight_offset") and value.any():
             raise CheckpointError(f"{key} is not zero: asymmetric quantisation is not supported; convert again")
         return ()
-    if isinstance(rule, Table):
+    draft = model.model.mtp
+    if isinstance(rule, Table) or (draft is None and key.startswith("mtp.")):
+        return ()
+    if isinstance(rule, DraftCopy) and draft.head is None:
         return ()
     if isinstance(rule, LoadExpert):
         stack = "w2" if match["shard"] == "w2" else "w13"
@@ -149,5 +187,6 @@ def _load_one(model: nn.Module, key: str, value: Tensor) -> Iterable[str]:
         return (name,)
     name, parameter = _target(model, match.expand(rule.target))
     loader = getattr(parameter, "weight_loader", copy_into)
-    loader(parameter, value, *(() if rule.part is None else (rule.part,)))
+    part = getattr(rule, "part", None)
+    loader(parameter, value, *(() if part is None else (part,)))
     return (name,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..engram import EngramOptions, check_columns
+from ..spec_decode.options import accept
 from ..upstream import CpuPlatform as UpstreamCpuPlatform
 
 
@@ -47,6 +48,7 @@ class CpuPlatform(UpstreamCpuPlatform):  # type: ignore[misc]
             super().check_and_update_config(vllm_config)
             return
         _refuse(vllm_config)
+        accept(vllm_config)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "vllm_ascend_dsv41.worker.cpu.CpuWorker"
@@ -78,7 +80,6 @@ def _refuse(vllm_config: Any) -> None:
             f"--runner {model.runner_type}: DeepSeek-V4.1 generates text; leave the option out",
         ),
         (vllm_config.load_config.load_format == "dummy", "--load-format dummy: random weights; name a real checkpoint"),
-        (vllm_config.speculative_config is not None, "--speculative-config: drafting is not part of this version"),
         (vllm_config.lora_config is not None, "--enable-lora: LoRA is not supported with DeepSeek-V4.1"),
         (
             model.enable_prompt_embeds,

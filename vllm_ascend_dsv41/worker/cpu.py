@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from ..ops import report
+from ..spec_decode.runner import DSparkRunner
 from ..upstream import CPUModelRunner, CPUWorker, cpu_worker, init_logger
 
 logger = init_logger("vllm.dsv41")
 
 
-class CpuModelRunner(CPUModelRunner):  # type: ignore[misc]
+class CpuModelRunner(DSparkRunner, CPUModelRunner):  # type: ignore[misc]
     """Hands the model the ids before each request's first scheduled token, wherever the prompt was split."""
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
@@ -77,6 +78,11 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
             return super().init_device()
         finally:
             cpu_worker.CPUModelRunner = upstream
+
+    def execute_dummy_batch(self) -> None:
+        """As upstream, for a step in which only other data-parallel ranks have requests; they may draft, too."""
+        super().execute_dummy_batch()
+        self.model_runner.draft_idle()
 
     def shutdown(self) -> None:
         """As upstream, after the Engram tables were given back."""

@@ -1,0 +1,111 @@
+"""The part of a V1 model runner that drafts: for runners of every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..upstream import require_method
+from .options import drafts_with_dspark
+from .proposer import DSparkProposer
+from .sampler import DraftVerifier
+
+#: Methods of vLLM 0.30.0's V1 runner that are overridden or relied on, with the arguments they must have.
+HOOKS = {
+    "_build_attention_metadata": (),
+    "_get_spec_decode_draft_probs": ("spec_decode_metadata",),
+    "_input_fits_in_drafter": ("common_attn_metadata",),
+    "_sample": ("logits", "spec_decode_metadata"),
+    "propose_draft_token_ids": ("scheduler_output", "sampled_token_ids", "sampling_metadata"),
+}
+
+
+class DSparkRunner:
+    """Mixed in front of vLLM's V1 runner (or of one derived from it); does nothing unless DSpark was asked for.
+
+    vLLM's runner verifies drafted tokens, samples, keeps its books and then asks for drafts with the tokens that were
+    accepted, on the host. Everything a draft reads was written by the target's forward pass for every token of the
+    step, so a draft may follow in any step: after a rejection, a prefix hit or a preemption nothing is to be undone.
+    """
+
+    drafter: Any
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        if drafts_with_dspark(vllm_config.speculative_config):
+            for name, arguments in HOOKS.items():
+                require_method(type(self), name, arguments)
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self._tables: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}  # request -> probabilities [K, V] of the draft it waits with
+        if self.drafts:
+            sampler, config = self.sampler, vllm_config.speculative_config  # type: ignore[attr-defined]
+            self.rejection_sampler = DraftVerifier(sampler, config, device)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafts are DSpark's; vLLM's other methods stay as they are, for other models."""
+        return isinstance(getattr(self, "drafter", None), DSparkProposer)
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, keeping the block tables of this step's requests for the draft."""
+        built = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
+        if self.drafts:
+            self._tables = {name: built[0][name].block_table for name in self.drafter.window_prefixes}
+        return built
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always: drafts write no rows, and the scheduler does not schedule tokens beyond the longest sequence."""
+        if self.drafts:
+            return common_attn_metadata is not None
+        return bool(super()._input_fits_in_drafter(common_attn_metadata))  # type: ignore[misc]
+
+    def _get_spec_decode_draft_probs(self, spec_decode_metadata: Any) -> Tensor | None:
+        """[drafted tokens, V] of this step. A draft may wait while its request gets no turn, so these are kept by
+        request; upstream keeps those of the last step only and would take the draft for a greedy one."""
+        if not self.drafts:
+            probs: Tensor | None = super()._get_spec_decode_draft_probs(spec_decode_metadata)  # type: ignore[misc]
+            return probs
+        if not self._kept:
+            return None
+        counts = zip(self.input_batch.req_ids, spec_decode_metadata.num_draft_tokens, strict=True)  # type: ignore[attr-defined]
+        return torch.cat([self._kept[name][:count] for name, count in counts if count])
+
+    def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Token ids drafted for each request of the batch; none for requests whose prompt is not finished."""
+        if not self.drafts:
+            return super().propose_draft_token_ids(  # type: ignore[misc]
+                scheduler_output, sampled_token_ids, sampling_metadata, *args, **kwargs
+            )
+        batch, device = self.input_batch, self.device  # type: ignore[attr-defined]
+        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        self._kept = {name: kept for name, kept in self._kept.items() if name in self.requests}  # type: ignore[attr-defined]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not rows:
+            self.draft_idle()
+            return drafts
+        index = torch.tensor(rows, device=device)
+        anchors = torch.tensor([sampled_token_ids[row][-1] for row in rows], device=device)
+        # the sampled tokens are in the books already: the newest is the anchor
+        last = torch.tensor([int(batch.num_tokens_no_spec[row]) - 2 for row in rows], device=device)
+        temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature[index]
+        generators = {
+            place: sampling_metadata.generators[row]
+            for place, row in enumerate(rows)
+            if row in sampling_metadata.generators
+        }
+        tables = {name: table[index] for name, table in self._tables.items()}
+        proposal = self.drafter.propose(anchors, last, tables, temperature, generators)
+        for place, (row, tokens) in enumerate(zip(rows, proposal.tokens.tolist(), strict=True)):
+            drafts[row] = tokens
+            if proposal.probabilities is not None:
+                self._kept[batch.req_ids[row]] = proposal.probabilities[place]
+        return drafts
+
+    def draft_idle(self) -> None:
+        """A step without drafts here: other data-parallel ranks may have some."""
+        if self.drafts and self.parallel_config.data_parallel_size > 1:  # type: ignore[attr-defined]
+            self.drafter.idle()

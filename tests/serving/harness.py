@@ -19,13 +19,37 @@ class Result:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     logits: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # position -> every computation
+    fed: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))  # tokens of the step up to there
+    drafts: list[Draft] = field(default_factory=list)
     cached: int = 0  # prompt tokens taken from the prefix cache
     preempted: int = 0
+
+    def verified(self) -> dict[int, list[Tensor]]:
+        """As ``logits``, of the sequence's own tokens: not behind drafted tokens that were rejected or not wanted."""
+        sequence = self.prompt + self.tokens
+        found = {}
+        for p in range(len(sequence) - bool(self.tokens)):
+            computed = zip(self.logits.get(p, ()), self.fed.get(p, ()), strict=True)
+            rows = [row for row, ids in computed if ids == sequence[p + 1 - len(ids) : p + 1]]
+            if rows:
+                found[p] = rows
+        return found
 
     def matrix(self, positions: range | None = None) -> Tensor:
         """[positions, vocabulary]; the last computation of each position."""
         chosen = positions if positions is not None else range(len(self.prompt) + len(self.tokens) - 1)
         return torch.stack([self.logits[p][-1] for p in chosen])
+
+
+@dataclass
+class Draft:
+    """A block drafted after token ``anchor``, which stands at ``position``."""
+
+    position: int
+    anchor: int
+    tokens: list[int]
+    logits: Tensor
+    confidence: Tensor
 
 
 class Engine:
@@ -70,12 +94,35 @@ class Engine:
             if isinstance(metadata, dict) and metadata:
                 own = next(value for key, value in metadata.items() if key.endswith(".window"))
                 logits = model.compute_logits(hidden)
-                for request, position, row in zip(own.request.tolist(), own.positions.tolist(), logits, strict=True):
-                    name = runner.input_batch.req_ids[request]
-                    self.results[self._own_name(name)].logits[position].append(row.clone())
+                ids, start = kwargs["input_ids"].tolist(), own.query_start.tolist()
+                rows = zip(own.request.tolist(), own.positions.tolist(), logits, strict=True)
+                for token, (request, position, row) in enumerate(rows):
+                    result = self.results[self._own_name(runner.input_batch.req_ids[request])]
+                    result.logits[position].append(row.clone())
+                    result.fed[position].append(ids[start[request] : token + 1])
             return hidden
 
         model.forward = recording
+        if getattr(runner, "drafts", False):
+            self._record_drafts()
+
+    def _record_drafts(self) -> None:
+        runner, propose = self.runner, self.runner.drafter.propose
+
+        def recording(anchors: Tensor, last: Tensor, *args: Any) -> Any:
+            proposal = propose(anchors, last, *args)
+            confidence = runner.drafter.confidence(proposal, anchors)
+            done = [
+                name for row, name in enumerate(runner.input_batch.req_ids) if not runner.discard_request_mask.np[row]
+            ]
+            for row, name in enumerate(done):
+                one = (int(last[row]) + 1, int(anchors[row]), proposal.tokens[row].tolist())
+                self.results[self._own_name(name)].drafts.append(
+                    Draft(*one, proposal.logits[row].clone(), confidence[row].clone())
+                )
+            return proposal
+
+        runner.drafter.propose = recording
 
     def _own_name(self, name: str) -> str:
         """vLLM appends a suffix to request ids."""

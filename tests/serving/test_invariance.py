@@ -3,54 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from measures import rms
 
-from serving.ties import first_undecided
-from vllm_ascend_dsv41.reference import Grid
+from serving.conftest import GRIDS
 
 LENGTHS = (1, 2, 3, 17, 127, 128, 129, 250, 300, 511, 600, 40, 64, 5, 90, 333)
 GROWING = (120, 121, 122, 123, 124, 125, 126, 127, 250, 251, 252, 253, 300, 119, 118, 117)  # all need more blocks soon
-EXACT = 1e-5
-GRIDS = {
-    "float32": ("bf16", {"dtype": "float32"}, Grid.EXACT, torch.float32, EXACT),
-    "bfloat16": ("bf16", {"dtype": "bfloat16"}, Grid.EXACT, torch.bfloat16, 0.05),
-    "w8a8": ("w8a8", {"dtype": "bfloat16"}, Grid.W8A8, torch.bfloat16, 0.05),
-}
-
-
-@pytest.fixture(scope="session")
-def check(converted, reference):
-    """Compare every computation of every position with the reference run over the whole sequence at once."""
-
-    def compare(results, preset="a", grid="float32"):
-        weights, _, kind, dtype, tolerance = GRIDS[grid]
-        model = reference(converted(preset, weights), kind, dtype)
-        sharp = total = 0
-        everything = []
-        for result in results:
-            sequence = (result.prompt + result.tokens)[:-1] if result.tokens else result.prompt
-            wanted, undecided = first_undecided(model, sequence)
-            assert result.logits
-            rows = [(p, row) for p, computed in result.logits.items() for row in computed]
-            found, want = torch.stack([row for _, row in rows]), torch.stack([wanted[p] for p, _ in rows])
-            error = (found - want).norm(dim=1) / want.norm(dim=1)
-            if grid == "float32":
-                decided = torch.tensor([p < undecided for p, _ in rows])
-                assert error[decided].max() <= tolerance if decided.any() else True, (len(result.prompt), undecided)
-                assert error.max() <= 0.1  # a choice that fell the other way, nothing worse
-                sharp, total = sharp + int(decided.sum()), total + len(decided)
-            else:  # a request behind a prefix hit has a dozen rows: one route that flips weighs more in it
-                assert rms(found, want) <= 2 * tolerance, (len(result.prompt), rms(found, want))
-                everything.append((found, want))
-        if grid == "float32":
-            assert sharp >= 0.5 * total, (sharp, total)
-        else:
-            found, want = (torch.cat(side) for side in zip(*everything, strict=True))
-            assert rms(found, want) <= tolerance, rms(found, want)
-
-    return compare
-
 
 SHORT = [("a", "float32", 16), ("a", "float32", 64), ("a", "float32", 77), ("a", "float32", 2048)]
 SHORT += [("c", "float32", 77), ("a", "w8a8", 64)]

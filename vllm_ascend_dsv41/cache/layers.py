@@ -17,7 +17,7 @@ from ..upstream import (
 )
 from .metadata import CompressedBackend, OpenGroupBackend, WindowBackend, _Backend
 
-OPEN_GROUP_ROWS = 8  # ring capacity: more than one ratio-2 group and the tokens of a speculative step
+OPEN_GROUP_ROWS = 8  # the capacity of a ring is a multiple of this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,11 @@ class CompressedCache(PagedCache):
 
 
 class OpenGroupCache(PagedCache):
-    """Compressor inputs of the last tokens, in float32: a request's own, never shared by prefix."""
+    """Compressor inputs of the last tokens, in float32: a request's own, never shared by prefix.
+
+    All tokens of a step that verifies drafts have a place, so that the row in front of the next step is there however
+    many of them are accepted.
+    """
 
     backend = OpenGroupBackend
 
@@ -106,7 +110,6 @@ class OpenGroupCache(PagedCache):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """One ring per request."""
-        del vllm_config
-        return OpenGroupSpec(
-            block_size=OPEN_GROUP_ROWS, num_kv_heads=1, head_size=self.width, head_size_v=0, dtype=self.dtype
-        )
+        tokens = 1 + vllm_config.num_speculative_tokens
+        rows = -(-tokens // OPEN_GROUP_ROWS) * OPEN_GROUP_ROWS
+        return OpenGroupSpec(block_size=rows, num_kv_heads=1, head_size=self.width, head_size_v=0, dtype=self.dtype)

@@ -95,7 +95,7 @@ class Draft(nn.Module):
 
     def observe(self, targets: Tensor, step: Step) -> None:
         """Give the stages the trunk's view of this step's tokens: targets [T, targets * D], mean streams at the inputs
-        of the target layers. Tokens that are rejected later are given too; their rows are overwritten, like the trunk's.
+        of the target layers. Drafted tokens are among them; rows of rejected ones are overwritten, like the trunk's.
         """
         if step.metadata is None:
             return

@@ -18,7 +18,7 @@ from .step import Step
 
 
 def spread(x: Tensor, hc: int) -> tuple[Tensor, Tensor]:
-    """Embeddings [T, D] -> streams [T, hc, D], all alike, and ``pre`` [T, hc]: the first collapse reads stream 0 alone."""
+    """Embeddings [T, D] -> streams [T, hc, D], all alike, and ``pre`` [T, hc]: the first collapse reads stream 0."""
     pre = torch.zeros(len(x), hc, dtype=torch.float32, device=x.device)
     pre[:, 0] = 1.0
     return x[:, None].expand(-1, hc, -1).contiguous(), pre

@@ -163,8 +163,8 @@ def _check_equal(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     for other, value in others:
         if not torch.equal(first, value):
             raise CheckpointError(
-                f"{checkpoint.directory}: {name} and {other} differ though there is no {ROTATION_FILE}: the rotation is "
-                "missing, or one of them is from another conversion; convert again"
+                f"{checkpoint.directory}: {name} and {other} differ though there is no {ROTATION_FILE}: it "
+                "is missing, or one of them is from another conversion; convert again"
             )
 
 

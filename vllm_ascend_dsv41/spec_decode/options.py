@@ -66,7 +66,7 @@ def _refuse(vllm_config: Any, config: Any) -> None:
     refused = [
         (
             config.method != "dspark",
-            f'method "{config.method}": DeepSeek-V4.1 drafts with the DSpark stages of its own checkpoint; use {EXAMPLE}',
+            f'method "{config.method}": DeepSeek-V4.1 drafts with the DSpark stages of its checkpoint; use {EXAMPLE}',
         ),
         (not stages, f"the checkpoint at {target.model} has no draft stages (num_nextn_predict_layers); leave it out"),
         (
@@ -75,8 +75,8 @@ def _refuse(vllm_config: Any, config: Any) -> None:
         ),
         (
             bool(stages) and tokens % max(block, 1) != 0,
-            f"num_speculative_tokens {tokens}: the draft was trained on blocks of {block} tokens (dspark_block_size) and "
-            f"drafts whole blocks; use {block}",
+            f"num_speculative_tokens {tokens}: the draft was trained on blocks of {block} tokens (dspark_block_size) "
+            f"and drafts whole blocks; use {block}",
         ),
         (
             config.enable_adaptive_verification,
@@ -94,7 +94,8 @@ def _refuse(vllm_config: Any, config: Any) -> None:
         ),
         (
             config.quantization not in (None, target.quantization),
-            f"quantization {config.quantization}: the draft is part of the checkpoint, quantised with {target.quantization}",
+            f"quantization {config.quantization}: the draft is part of the checkpoint, whose quantisation is "
+            f"{target.quantization}",
         ),
         (bool(foreign), f"{', '.join(foreign)}: not used by drafts from the target's own checkpoint; leave it out"),
     ]

@@ -18,9 +18,9 @@ Generators = dict[int, torch.Generator]  # row of the batch -> its request's own
 class Drafted:
     """What R requests drafted, padded to K tokens each.
 
-    ``rows``: [R, K] int64, index into the N drafted tokens, 0 where there is none; ``present``: [R, K] bool, a prefix of
-    each row; ``tokens``: [R, K] int64; ``probabilities``: [N, V] float32 of the distribution that each was drawn from,
-    None when each was the only choice.
+    ``rows``: [R, K] int64, index into the N drafted tokens, 0 where there is none; ``present``: [R, K] bool, a prefix
+    of each row; ``tokens``: [R, K] int64; ``probabilities``: [N, V] float32, the distribution that each was drawn
+    from, None when each was the only choice.
     """
 
     rows: Tensor

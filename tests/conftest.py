@@ -17,7 +17,7 @@ os.environ.setdefault("VLLM_PLUGINS", "dsv41")
 import pytest
 import torch
 from safetensors.torch import load_file
-from spec_decode.weights import edit, good, useless
+from spec_decode.weights import DRAFTS, edit
 from torch import Tensor
 
 from vllm_ascend_dsv41.quant import Weights, convert
@@ -50,15 +50,15 @@ def official(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory, official: Callable[[str], Path]) -> Callable[[str, str], Path]:
     """Directory of a preset's conversion to ``w8a8`` or ``bf16``; ``w8a8-quarot`` and ``bf16-quarot``: rotated;
-    ``bf16-good`` and ``bf16-useless``: with such a draft."""
+    ``bf16-good`` and others of ``spec_decode.weights.DRAFTS``: with such a draft."""
     root, made = tmp_path_factory.mktemp("converted"), {}
 
     def make(preset: str, weights: str) -> Path:
         key = f"{preset}-{weights}"
         if key not in made:
             kind, _, variant = weights.partition("-")
-            if variant in ("good", "useless"):
-                made[key] = edit(make(preset, kind), root / key, good() if variant == "good" else useless)
+            if variant in DRAFTS:
+                made[key] = edit(make(preset, kind), root / key, DRAFTS[variant])
             else:
                 made[key] = convert(official(preset), root / key, Weights(kind), rotate=variant == "quarot")
         return made[key]

@@ -21,6 +21,7 @@ class Result:
     logits: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # position -> every computation
     fed: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))  # tokens of the step up to there
     drafts: list[Draft] = field(default_factory=list)
+    logprobs: list[Any] | None = None
     cached: int = 0  # prompt tokens taken from the prefix cache
     preempted: int = 0
 
@@ -147,6 +148,7 @@ class Engine:
         for output in self.core.step():
             result = self.results[output.request_id]
             result.tokens = list(output.outputs[0].token_ids)
+            result.logprobs = output.outputs[0].logprobs
             result.cached = output.num_cached_tokens or 0
 
     def finish(self) -> None:

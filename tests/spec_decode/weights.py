@@ -45,9 +45,10 @@ def _set_markov(tensors: dict[str, Tensor], embed: Tensor, head: Tensor) -> None
     tensors[f"{prefix}.embed.weight"], tensors[f"{prefix}.head.weight"] = embed, head
 
 
-def good(wrong: float = 0.15, gain: float = 400.0) -> Callable[[dict[str, Tensor]], None]:
+def good(wrong: float = 0.15, gain: float = 400.0, certainty: float = 12.0) -> Callable[[dict[str, Tensor]], None]:
     """Trunk and draft mostly agree on the successor of a token; ``wrong``: share of tokens for which the draft learnt
-    another one, so that every accepted length occurs; ``gain``: how certain the draft is."""
+    another one, so that every accepted length occurs; ``gain``: how certain the draft is, ``certainty``: and the
+    trunk."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         source = torch.Generator().manual_seed(1)
@@ -55,7 +56,7 @@ def good(wrong: float = 0.15, gain: float = 400.0) -> Callable[[dict[str, Tensor
         successor[FIRST:LAST] = torch.randperm(LAST - FIRST, generator=source) + FIRST
         embed = tensors["embed.weight"].float()
         head = torch.zeros_like(embed)
-        head[successor] = torch.nn.functional.normalize(embed, dim=1) * 12
+        head[successor] = torch.nn.functional.normalize(embed, dim=1) * certainty
         head[:FIRST] = head[LAST:] = 0  # special tokens end nothing here
         _set_head(tensors, head)
         shape = tensors[f"mtp.{_last(tensors)}.markov_head.head.weight"].shape
@@ -75,3 +76,7 @@ def useless(tensors: dict[str, Tensor]) -> None:
     rows = torch.zeros_like(embed)
     embed[:, 0], rows[NEVER, 0] = 1000.0, 1000.0
     _set_markov(tensors, embed, rows)
+
+
+#: ``soft``: for sampling, neither side is certain.
+DRAFTS = {"good": good(), "soft": good(wrong=0.1, gain=6.0, certainty=0.5), "useless": useless}

@@ -1,0 +1,177 @@
+"""What requests may ask for besides greedy text: the same with drafts as without."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from serving.drafting import dspark
+from vllm_ascend_dsv41.spec_decode import verification
+from vllm_ascend_dsv41.spec_decode.verification import standard_length
+
+GROWING = (120, 121, 122, 123, 124, 125, 126, 127, 250, 251, 252, 253, 300, 119, 118, 117)  # all need more blocks soon
+
+REQUESTS = {
+    "greedy": {},
+    "repetition": {"repetition_penalty": 1.3},
+    "presence and frequency": {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "bad words": {"bad_words": ["a", "the"]},
+    "allowed": {"allowed_token_ids": list(range(30, 90))},
+    "at least": {"min_tokens": 20, "stop_token_ids": list(range(3, 200))},
+    "stop": {"stop_token_ids": list(range(3, 60))},
+    "logprobs": {"logprobs": 4},
+    "penalty and logprobs": {"repetition_penalty": 1.2, "logprobs": 2},
+    "structure": {"structured_outputs": StructuredOutputsParams(regex="[0-9]{3}-[0-9]{30}")},
+    "choice": {"structured_outputs": StructuredOutputsParams(choice=["yes", "no", "perhaps"])},
+    "top-k of one": {"temperature": 0.8, "top_k": 1},
+    "top-p of one": {"temperature": 1e-3, "top_p": 0.5},
+}
+
+
+def run(served, asked):
+    names = [served.add(prompt, 32, **options) for prompt, options in zip(asked, REQUESTS.values(), strict=True)]
+    served.finish()
+    return dict(zip(REQUESTS, (served.results.pop(name) for name in names), strict=True))
+
+
+@pytest.mark.parametrize("method", [{}, {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}])
+def test_options_of_requests(engine, prompts, method):
+    """All in one batch, with drafts that are often accepted; without randomness in the result."""
+    asked = prompts(*range(20, 20 + len(REQUESTS)), seed=31)
+    plain = run(engine("a", "bf16-good", max_num_batched_tokens=512), asked)
+    drafted = run(engine("a", "bf16-good", max_num_batched_tokens=512, speculative_config=dspark(**method)), asked)
+    for name, wanted in plain.items():
+        found = drafted[name]
+        assert found.tokens == wanted.tokens, name
+        if wanted.logprobs is None:
+            assert found.logprobs is None
+            continue
+        for a, b in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert a.keys() == b.keys(), name
+            assert all(math.isclose(a[token].logprob, b[token].logprob, abs_tol=2e-3) for token in a), name
+            assert {t: p.rank for t, p in a.items()} == {t: p.rank for t, p in b.items()}
+    assert sum(len(result.tokens) for result in drafted.values()) > 1.5 * sum(len(r.drafts) for r in drafted.values())
+
+
+@pytest.mark.parametrize("options", [{"min_p": 0.1}, {"logit_bias": {7: 3.0}}])
+def test_options_that_vllm_refuses(engine, prompts, options):
+    """Its V1 runner would ignore them where drafts are verified."""
+    served = engine("a", "bf16-good", speculative_config=dspark())
+    with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
+        served.add(prompts(9)[0], 4, temperature=1.0, **options)
+
+
+def test_seeds(engine, prompts):
+    """A request's random numbers are its own: the same text alone and beside others, drafted and verified at random."""
+    method = {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
+    served = engine("a", "bf16-soft", speculative_config=dspark(**method))
+    asked = prompts(40, 130, 17, 64, seed=32)
+    options = {"temperature": 1.0, "seed": 9}
+    alone = served.run([asked[1]], 40, **options)[0]
+    names = [served.add(asked[0], 40), served.add(asked[1], 40, **options), served.add(asked[2], 40, temperature=0.5)]
+    served.finish()
+    assert [served.results.pop(name) for name in names][1].tokens == alone.tokens
+    served.budget(16)  # the prompt in several steps: numbers drawn for unfinished prompts are put back
+    assert served.run([asked[1]], 40, **options)[0].tokens == alone.tokens
+    served.budget(2048)
+    assert served.run([asked[1]], 40, temperature=1.0, seed=10)[0].tokens != alone.tokens
+
+
+def test_the_longest_sequence(engine, prompts):
+    """Drafts at the end of the longest sequence are cut, not written beyond it."""
+    asked = prompts(1000, 1018, 1023, seed=33)
+    plain = engine("a", "bf16-good").run(asked, 100)
+    drafted = engine("a", "bf16-good", speculative_config=dspark()).run(asked, 100)
+    assert [len(result.prompt) + len(result.tokens) for result in drafted] == [1024] * 3
+    assert [result.tokens for result in drafted] == [result.tokens for result in plain]
+
+
+def test_preemption(engine, prompts, check):
+    """A pool too small for everybody: requests lose their blocks and their drafts, and start over."""
+    options = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 60, "speculative_config": dspark()}
+    served = engine("a", "bf16-good", **options)
+    results = served.run(prompts(*GROWING), 40)
+    recomputed = [p for result in results for p, rows in result.verified().items() if len(rows) > 1 and p < 100]
+    assert recomputed, "nothing was preempted"
+    check(results, weights="bf16-good")
+
+
+def test_abort_in_the_middle(engine, prompts, check):
+    """Aborted while prefilling and while drafts wait; their blocks go to others at once."""
+    served = engine("a", "bf16-good", max_num_batched_tokens=64, speculative_config=dspark())
+    names = [served.add(prompt, 60) for prompt in prompts(600, 40, 300, 90, 17, seed=5)]
+    for _ in range(4):
+        served.step()
+    served.core.abort_request([names[0]])
+    for _ in range(6):
+        served.step()
+    served.core.abort_request([names[1]])
+    names += [served.add(prompt, 20) for prompt in prompts(250, 129, 33, seed=6)]
+    served.finish()
+    check([result for name in names if (result := served.results.pop(name)).verified()], weights="bf16-good")
+    assert len(served.runner._kept) <= 8
+
+
+# ---- sampling: every generated token against the distribution that the target gave for it --------------------------
+
+TOKENS, REQUESTS_SAMPLED = 320, 64
+METHODS = {
+    "without drafts": None,
+    "standard, greedy drafts": dspark(),
+    "standard": dspark(draft_sample_method="probabilistic"),
+    "block": dspark(draft_sample_method="probabilistic", rejection_sample_method="block"),
+    "block, greedy drafts": dspark(rejection_sample_method="block"),
+}
+
+
+def deviation(results, buckets=7):
+    """Largest deviation, in standard deviations, of the count of any group of tokens from what the target's
+    distributions add up to. Groups: by rank and by remainder of the id."""
+    counts, expected, variance, samples = 0, 0, 0, 0
+    for result in results:
+        first = len(result.prompt) - 1
+        logits = result.matrix(range(first, first + len(result.tokens)))
+        p = logits.double().softmax(1)
+        rank = p.argsort(1, descending=True).argsort(1)
+        remainder = torch.arange(p.shape[1]) % buckets
+        groups = [rank == 0, (rank > 0) & (rank < 8), (rank >= 8) & (rank < 64), rank >= 64]
+        groups += [(remainder == b).expand_as(rank) for b in range(buckets)]
+        chosen = torch.tensor(result.tokens)[:, None]
+        inside = torch.stack([group.gather(1, chosen)[:, 0] for group in groups]).double()
+        mass = torch.stack([(p * group).sum(1) for group in groups])
+        counts, expected = counts + inside.sum(1), expected + mass.sum(1)
+        variance, samples = variance + (mass * (1 - mass)).sum(1), samples + len(result.tokens)
+    assert samples >= 20_000
+    return float(((counts - expected) / variance.sqrt()).abs().max())
+
+
+def sample(engine, prompts, method):
+    """20,480 tokens. The budget is too small for everybody's drafts: some wait for a step or two."""
+    options = {} if method is None else {"speculative_config": method}
+    served = engine("a", "bf16-soft", max_num_batched_tokens=56, **options)
+    torch.manual_seed(41)
+    results = served.run(prompts(*[5] * REQUESTS_SAMPLED, seed=34), TOKENS, temperature=1.0)
+    for result in results:
+        result.logits = result.verified()
+    return results
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_tokens_are_the_targets(engine, prompts, method):
+    results = sample(engine, prompts, METHODS[method])
+    assert deviation(results) < 4.5
+    if METHODS[method] is not None:
+        drafts = sum(len(result.drafts) for result in results)
+        assert sum(len(result.tokens) for result in results) > 1.3 * drafts
+
+
+@pytest.mark.long
+def test_a_biased_sampler_is_noticed(engine, prompts, monkeypatch):
+    """The test above can fail: tokens accepted a tenth too easily."""
+    monkeypatch.setattr(verification, "standard_length", lambda d, t, u: standard_length(d, t, u * 0.9))
+    assert deviation(sample(engine, prompts, METHODS["standard"])) > 5

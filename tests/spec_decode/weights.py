@@ -79,4 +79,4 @@ def useless(tensors: dict[str, Tensor]) -> None:
 
 
 #: ``soft``: for sampling, neither side is certain.
-DRAFTS = {"good": good(), "soft": good(wrong=0.1, gain=6.0, certainty=0.5), "useless": useless}
+DRAFTS = {"good": good(), "soft": good(wrong=0.1, gain=6.5, certainty=0.75), "useless": useless}

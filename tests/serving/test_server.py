@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from vllm_ascend_dsv41.deploy.server import Server
+
 REFUSED = {
     "no quantization": ([], "dsv41 quantize SRC DST"),
-    "speculation": (["--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'], "--speculative-config"),
     "pooling": (["--runner", "pooling"], "--runner pooling: DeepSeek-V4.1 generates text"),
     "dummy weights": (["--load-format", "dummy"], "--load-format dummy: random weights"),
     "prompt embeddings": (["--enable-prompt-embeds"], "--enable-prompt-embeds: Engram hashes token ids"),
@@ -123,3 +127,28 @@ def test_demo(tmp_path):
     assert "demo passed" in done.stdout
     assert "['deepseek-v41']" in done.stdout
     assert "operators: apply_rope=reference" in (tmp_path / "server.log").read_text()  # the startup report
+
+
+@pytest.mark.long
+def test_a_stuck_draft_is_reported(converted, tmp_path):
+    """A real server whose draft is useless: right text, one line at ERROR, a gauge."""
+    directory = converted("a", "bf16-useless")
+    options = ["--quantization", "ascend", "--tokenizer-mode", "deepseek_v41", "--enforce-eager", "--dtype", "float32"]
+    options += ["--max-num-seqs", "16", "--max-model-len", "1024"]
+    options += ["--speculative-config", '{"method": "dspark", "num_speculative_tokens": 5, "enforce_eager": true}']
+
+    def fetch(path: str, body: dict | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{server.url}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return answer.read().decode()
+
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with Server(directory, options, tmp_path / "log", env=environment) as server:
+        assert re.search(r"^dsv41:draft_stuck\{.*\} 0\.0", fetch("/metrics"), re.M)
+        common = {"model": str(directory), "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        fetch("/v1/completions", {**common, "prompt": [[7, 8, 9 + i] for i in range(16)]})
+        metrics = fetch("/metrics")
+    assert re.search(r"^dsv41:draft_stuck\{.*\} 1\.0", metrics, re.M)
+    assert re.search(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} 0\.0", metrics, re.M)
+    assert (tmp_path / "log").read_text().count("the draft is stuck: mean acceptance length 1.00 over 1") == 1

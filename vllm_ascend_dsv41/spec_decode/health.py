@@ -55,7 +55,9 @@ class DraftHealthLogger(StatLoggerBase):  # type: ignore[misc]
             self._gauge = _gauge().labels(name, str(engine_index))
             self._gauge.set(0)
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
         """vLLM's call after every step."""
         stats = getattr(scheduler_stats, "spec_decoding_stats", None)
         if self._health is None or stats is None:
@@ -67,9 +69,9 @@ class DraftHealthLogger(StatLoggerBase):  # type: ignore[misc]
         if self._health.stuck and not self._reported:
             self._reported = True  # once: the gauge says whether it lasts
             logger.error(
-                "engine %d: the draft is stuck: mean acceptance length %.2f over %d drafts. The text is right, but every "
-                "draft is wasted. Usual causes: the checkpoint's mtp tensors are from another conversion, or rotated "
-                "like the trunk; check with `dsv41 verify`, or serve without --speculative-config",
+                "engine %d: the draft is stuck: mean acceptance length %.2f over %d drafts. The text is right, but "
+                "every draft is wasted. Usual causes: the checkpoint's mtp tensors are from another conversion, or "
+                "rotated like the trunk; check with `dsv41 verify`, or serve without --speculative-config",
                 self.engine_index,
                 length,
                 self._health.window,

@@ -78,6 +78,7 @@ class Backbone(nn.Module):
         step = Step(positions.long(), input_ids == self.image_token_id, metadata, self.rope, engram)
         streams, pre = spread(x, self.hc)
         targets = []
+        layer: Any
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
                 streams = layer.engram(streams, step)

@@ -101,7 +101,8 @@ class Draft(nn.Module):
             return
         main = self.main_norm(self.main_proj(targets))
         for stage in self.stages:
-            stage.attn.observe(main, step, step.metadata)
+            attention: Any = stage.attn
+            attention.observe(main, step, step.metadata)
 
     def forward(self, anchors: Tensor, last: Tensor, tables: dict[str, Tensor], size: int) -> tuple[Tensor, Tensor]:
         """Draft ``size`` tokens for each of R requests.

@@ -80,6 +80,17 @@ def test_seeds(engine, prompts):
     assert served.run([asked[1]], 40, temperature=1.0, seed=10)[0].tokens != alone.tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_acceptance(engine, prompts, temperature):
+    """Random weights agree on nothing, yet drafts are accepted at the asked rate."""
+    method = dspark(rejection_sample_method="synthetic", synthetic_acceptance_length=3.5)
+    results = engine("a", "bf16", speculative_config=method).run(
+        prompts(*range(20, 36), seed=35), 120, temperature=temperature
+    )
+    steps, tokens = (sum(len(getattr(r, name)) for r in results) for name in ("drafts", "tokens"))
+    assert 3.3 < tokens / steps < 3.6  # the last block of a request is cut
+
+
 def test_the_longest_sequence(engine, prompts):
     """Drafts at the end of the longest sequence are cut, not written beyond it."""
     asked = prompts(1000, 1018, 1023, seed=33)

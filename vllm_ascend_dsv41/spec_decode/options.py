@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -50,6 +51,11 @@ def accept(vllm_config: Any) -> None:
     if config is None or drafts_with_dspark(config):
         return
     _refuse(vllm_config, config)
+    if config.rejection_sample_method == "synthetic":
+        logging.getLogger("vllm.dsv41").warning(
+            "--speculative-config, rejection_sample_method synthetic: drafted tokens are accepted at the given rates "
+            "whatever they say; the text is not the model's. For measurements only"
+        )
     config.method, config.model = "custom_class", PROPOSER
     config.draft_model_config, config.draft_parallel_config = config.target_model_config, config.target_parallel_config
     config.parallel_drafting = False  # vLLM would put the draft's tokens into the target's batch

@@ -15,6 +15,7 @@ EXAMPLE = '--speculative-config \'{"method": "dspark", "num_speculative_tokens":
 NOT_OURS = (
     "attention_backend",
     "code_revision",
+    "disable_padded_drafter_batch",
     "draft_load_config",
     "dspark_draft_topk",
     "index_share_for_mtp_iteration",

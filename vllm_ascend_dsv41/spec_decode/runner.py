@@ -10,7 +10,7 @@ from torch import Tensor
 from ..upstream import require_method
 from .options import drafts_with_dspark
 from .proposer import DSparkProposer
-from .sampler import DraftVerifier
+from .sampler import DraftVerifier, without_drafts
 
 #: Methods of vLLM 0.30.0's V1 runner that are overridden or relied on, with the arguments they must have.
 HOOKS = {
@@ -38,7 +38,7 @@ class DSparkRunner:
                 require_method(type(self), name, arguments)
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self._tables: dict[str, Tensor] = {}
-        self._kept: dict[str, Tensor] = {}  # request -> probabilities [K, V] of the draft it waits with
+        self._kept: dict[str, Tensor] = {}  # request -> probabilities [K, V] that its draft was drawn from
         if self.drafts:
             sampler, config = self.sampler, vllm_config.speculative_config  # type: ignore[attr-defined]
             self.rejection_sampler = DraftVerifier(sampler, config, device)
@@ -61,16 +61,46 @@ class DSparkRunner:
             return common_attn_metadata is not None
         return bool(super()._input_fits_in_drafter(common_attn_metadata))  # type: ignore[misc]
 
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """As upstream, for the drafts that can be verified.
+
+        The scheduler pads a request that comes into a step of verifications with ids of -1, to keep its shape; such a
+        request has no draft. And the log probabilities of given tokens (``logprob_token_ids``) exist for one position
+        of each request, so that drafts are passed over while somebody asks for them.
+        """
+        if not self.drafts or spec_decode_metadata is None:
+            return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        batch = self.input_batch  # type: ignore[attr-defined]
+        every = bool(batch.sampling_metadata.logprob_token_ids)
+        unused = [row for row, ids in enumerate(batch.spec_token_ids) if ids and (every or ids[0] < 0)]
+        if unused:
+            for row in unused:
+                batch.spec_token_ids[row].clear()  # penalties and the like count them as output
+            spec_decode_metadata = without_drafts(spec_decode_metadata, unused)
+            if not spec_decode_metadata.max_spec_len:
+                return super()._sample(logits[spec_decode_metadata.bonus_logits_indices], None)  # type: ignore[misc]
+        return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+
     def _get_spec_decode_draft_probs(self, spec_decode_metadata: Any) -> Tensor | None:
         """[drafted tokens, V] of this step. A draft may wait while its request gets no turn, so these are kept by
         request; upstream keeps those of the last step only and would take the draft for a greedy one."""
         if not self.drafts:
             probs: Tensor | None = super()._get_spec_decode_draft_probs(spec_decode_metadata)  # type: ignore[misc]
             return probs
-        if not self._kept:
+        counts = spec_decode_metadata.num_draft_tokens
+        drafted = [
+            (self._kept.get(name), ids)
+            for name, ids in zip(
+                self.input_batch.req_ids,  # type: ignore[attr-defined]
+                spec_decode_metadata.draft_token_ids.split(counts),
+                strict=True,
+            )
+            if len(ids)
+        ]
+        width = next((kept.shape[1] for kept, _ in drafted if kept is not None), 0)
+        if not width:
             return None
-        counts = zip(self.input_batch.req_ids, spec_decode_metadata.num_draft_tokens, strict=True)  # type: ignore[attr-defined]
-        return torch.cat([self._kept[name][:count] for name, count in counts if count])
+        return torch.cat([_one_hot(ids, width) if kept is None else kept[: len(ids)] for kept, ids in drafted])
 
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, *args: Any, **kwargs: Any
@@ -82,7 +112,9 @@ class DSparkRunner:
             )
         batch, device = self.input_batch, self.device  # type: ignore[attr-defined]
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
-        self._kept = {name: kept for name, kept in self._kept.items() if name in self.requests}  # type: ignore[attr-defined]
+        gone = scheduler_output.preempted_req_ids or ()
+        alive = self.requests.keys() - gone  # type: ignore[attr-defined]
+        self._kept = {name: kept for name, kept in self._kept.items() if name in alive}
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not rows:
             self.draft_idle()
@@ -101,11 +133,18 @@ class DSparkRunner:
         proposal = self.drafter.propose(anchors, last, tables, temperature, generators)
         for place, (row, tokens) in enumerate(zip(rows, proposal.tokens.tolist(), strict=True)):
             drafts[row] = tokens
-            if proposal.probabilities is not None:
-                self._kept[batch.req_ids[row]] = proposal.probabilities[place]
+            name = batch.req_ids[row]
+            self._kept.pop(name, None)
+            if proposal.probabilities is not None and name not in batch.greedy_reqs:
+                self._kept[name] = proposal.probabilities[place].clone()  # not the whole step's with it
         return drafts
 
     def draft_idle(self) -> None:
         """A step without drafts here: other data-parallel ranks may have some."""
         if self.drafts and self.parallel_config.data_parallel_size > 1:  # type: ignore[attr-defined]
             self.drafter.idle()
+
+
+def _one_hot(ids: Tensor, width: int) -> Tensor:
+    """Of a greedy request's draft beside drawn ones: [n] -> [n, width] float32."""
+    return torch.zeros(len(ids), width, device=ids.device).scatter_(1, ids.long()[:, None], 1.0)

@@ -73,3 +73,21 @@ def _constrain(logits: Tensor, counts: list[int], sampling_metadata: Any) -> Ten
     divisor = torch.where(temperature == 0, 1.0, temperature)  # greedy requests beside others
     logits.div_(divisor.repeat_interleave(lengths, output_size=len(logits))[:, None])
     return apply_top_k_top_p(logits, every(sampling_metadata.top_k), every(sampling_metadata.top_p))
+
+
+def without_drafts(metadata: Any, rows: list[int]) -> Any:
+    """vLLM's SpecDecodeMetadata with no drafted tokens for some requests: their next token is drawn in front of the
+    first of them."""
+    counts, device = metadata.num_draft_tokens, metadata.draft_token_ids.device
+    left = [0 if row in rows else count for row, count in enumerate(counts)]
+    keep = torch.tensor([row not in rows for row, count in enumerate(counts) for _ in range(count)], device=device)
+    dropped = torch.tensor([a - b for a, b in zip(counts, left, strict=True)], device=device)
+    ends = torch.tensor(left, device=device, dtype=metadata.cu_num_draft_tokens.dtype).cumsum(0)
+    return replace(
+        metadata,
+        draft_token_ids=metadata.draft_token_ids[keep],
+        num_draft_tokens=left,
+        cu_num_draft_tokens=ends.to(metadata.cu_num_draft_tokens.dtype),
+        target_logits_indices=metadata.target_logits_indices[keep],
+        bonus_logits_indices=metadata.bonus_logits_indices - dropped,
+    )

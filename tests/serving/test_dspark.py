@@ -63,8 +63,8 @@ def test_golden_drafts(engine, golden, preset, length):
         assert rms(drafts[step].logits, wanted) <= 1e-5
 
 
-SHORT = [("a", "bf16", 64, 24), ("a", "bf16-good", 77, 48), ("a", "bf16", 2048, 12)]
-LONG = [("a", "bf16", 128, 200), ("a", "bf16-good", 128, 200), ("c", "bf16-good", 100, 60)]
+SHORT = [("a", "bf16", 64, 24), ("a", "bf16-good", 77, 48)]
+LONG = [("a", "bf16", 2048, 12), ("a", "bf16", 128, 200), ("a", "bf16-good", 128, 200), ("c", "bf16-good", 100, 60)]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_every_draft_of_many_requests(engine, prompts, check, reference, convert
     check(again, preset, weights=weights)
 
 
+@pytest.mark.long
 def test_w8a8(engine, prompts, check, reference, converted):
     served = engine("a", "w8a8", dtype="bfloat16", max_num_batched_tokens=64, speculative_config=dspark())
     results = served.run(prompts(*LENGTHS, seed=22), 16)
@@ -131,9 +132,8 @@ PLAIN = {"a": (1, 2, 5, 17, 40, 130, 300), "c": (17, 40, 130)}
 @pytest.mark.parametrize(
     ("preset", "weights", "count"),
     [
-        ("a", "bf16", 24),
         ("a", "bf16-good", 24),
-        ("a", "bf16-useless", 24),
+        pytest.param("a", "bf16-useless", 24, marks=pytest.mark.long),
         pytest.param("a", "bf16", 200, marks=pytest.mark.long),
     ],
 )

@@ -9,7 +9,7 @@ from serving.conftest import GRIDS
 LENGTHS = (1, 2, 3, 17, 127, 128, 129, 250, 300, 511, 600, 40, 64, 5, 90, 333)
 GROWING = (120, 121, 122, 123, 124, 125, 126, 127, 250, 251, 252, 253, 300, 119, 118, 117)  # all need more blocks soon
 
-SHORT = [("a", "float32", 16), ("a", "float32", 64), ("a", "float32", 77), ("a", "float32", 2048)]
+SHORT = [("a", "float32", 16), ("a", "float32", 77), ("a", "float32", 2048)]
 SHORT += [("c", "float32", 77), ("a", "w8a8", 64)]
 LONG = [(p, g, b) for p, g in (("c", "float32"), ("a", "w8a8"), ("c", "w8a8")) for b in (16, 77)]
 

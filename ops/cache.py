@@ -12,18 +12,18 @@ from .registry import operator
 def scatter_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Write rows [T, width] to ``cache`` [blocks, per_block, width] in place.
 
-    slots: [T] int64, ``block * per_block + offset``; -1 writes nothing. Slots do not repeat.
+    slots: [T, 2] int32, block and row in it; a negative block writes nothing. Slots do not repeat.
     """
-    for row, slot in zip(rows, slots.tolist(), strict=True):
-        if slot >= 0:
-            cache[slot // cache.shape[1], slot % cache.shape[1]] = row.to(cache.dtype)
+    for value, (block, row) in zip(rows, slots.tolist(), strict=True):
+        if block >= 0:
+            cache[block, row] = value.to(cache.dtype)
 
 
 @scatter_rows.register("cpu")
 def _scatter_rows_cpu(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-    keep = (slots >= 0).nonzero().squeeze(1)
-    slots = slots[keep]
-    cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[keep].to(cache.dtype)
+    keep = (slots[:, 0] >= 0).nonzero().squeeze(1)
+    block, row = slots[keep].long().unbind(1)
+    cache[block, row] = rows[keep].to(cache.dtype)
 
 
 @operator

@@ -41,8 +41,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, tuple) else []
 
 
-def _run(function: Any, example: Example) -> list[Tensor]:
-    args = copy.deepcopy(example.args)
+def _run(op: Operator[..., Any], name: str, example: Example) -> list[Tensor]:
+    args, function = op.packed(copy.deepcopy(example.args), name), op.implementations[name]
     result = function(*args, **example.kwargs)
     return [args[example.mutated]] if example.mutated is not None else _tensors(result)
 
@@ -71,11 +71,12 @@ def compare(seed: int = 0, device: str = "cpu") -> Iterator[Comparison]:
     for dtype in (torch.float32, torch.bfloat16):
         for example in examples(seed, device, dtype):
             op = declared[example.operator]
-            wanted = _run(op.implementations[REFERENCE], example)
-            for name, function in op.implementations.items():
+            wanted = _run(op, REFERENCE, example)
+            op.selection(device.partition(":")[0])  # a device's implementations register when it is first asked for
+            for name in op.implementations:
                 if name not in (REFERENCE, device.partition(":")[0]):
                     continue
-                found = _run(function, example)
+                found = _run(op, name, example)
                 absolute, error, bound = 0.0, 0.0, 0.0
                 for one, other in zip(found, wanted, strict=True):
                     step = _deviation(one, other)

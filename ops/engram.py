@@ -159,22 +159,3 @@ if native.available:
     engram_lookup.register("cpu")(_lookup_cpu)
     engram_lookup_mapped.register("cpu")(_lookup_mapped_cpu)
     hash_ngrams.register("cpu")(_hash_cpu)
-
-
-# ---- npu: Triton-Ascend, imported at the first call ------------------------------------------------------------------
-
-
-@engram_lookup.register("npu")
-def _lookup_npu(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    from .engram_triton import lookup_npu
-
-    return lookup_npu(table, scale, ids, dtype)
-
-
-@engram_lookup_mapped.register("npu")
-def _lookup_mapped_npu(
-    addresses: Tensor, ids: Tensor, rows: int, chunk_rows: int, dim: int, groups: int, dtype: torch.dtype
-) -> Tensor:
-    from .engram_triton import lookup_mapped_npu
-
-    return lookup_mapped_npu(addresses, ids, rows, chunk_rows, dim, groups, dtype)

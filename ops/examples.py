@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import rope
+from . import indexer, rope
+from .batch import Batch, Blocks
 
 
 @dataclass
@@ -51,12 +52,10 @@ class _Maker:
 
     per_block, blocks, lengths, chunks = 8, 24, (37, 5, 90), (3, 5, 1)
 
-    def request(self) -> Tensor:
-        return torch.arange(3).repeat_interleave(torch.tensor(self.chunks)).to(self.device)
-
-    def positions(self) -> Tensor:
-        spans = [torch.arange(n - c, n) for n, c in zip(self.lengths, self.chunks, strict=True)]
-        return torch.cat(spans).to(self.device)
+    def batch(self) -> Batch:
+        start = torch.tensor([0, *self.chunks]).cumsum(0).int().to(self.device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+        return Batch(start, lengths, sum(self.chunks), max(self.chunks), max(self.lengths))
 
     def block_table(self) -> Tensor:
         order = torch.randperm(self.blocks - 1, generator=self.generator) + 1
@@ -85,10 +84,10 @@ def _elementary(m: _Maker) -> Iterator[Example]:
     yield Example("rms_norm", "activations near 1e-8", (m.normal(7, 96, scale=1e-8), m.f32(96), 1e-20))
     yield Example("rms_norm", "no tokens", (m.normal(0, 96), m.f32(96), 1e-20))
     frequency = rope.rope_frequencies(16, 160000.0, 16.0, 32, 1, 4096).to(m.device)
-    cos_sin = rope.rope_cos_sin(frequency, torch.tensor([0, 1, 63, 4096, 69999], device=m.device))
+    rotation = rope.rope_rotation(frequency, torch.tensor([0, 1, 63, 4096, 69999], device=m.device))
     for inverse in (False, True):
-        yield Example("apply_rope", f"heads, inverse={inverse}", (m.normal(5, 3, 40), cos_sin, inverse))
-        yield Example("apply_rope", f"rows, inverse={inverse}", (m.normal(5, 40), cos_sin, inverse))
+        yield Example("apply_rope", f"heads, inverse={inverse}", (m.normal(5, 3, 40), rotation, inverse))
+        yield Example("apply_rope", f"rows, inverse={inverse}", (m.normal(5, 40), rotation, inverse))
     yield Example("float_linear", "one row", (m.normal(1, 64), m.normal(48, 64, scale=0.1)))
     yield Example("float_linear", "rows to float32", (m.normal(33, 64), m.normal(48, 64, scale=0.1), torch.float32))
     yield Example("float_linear", "float32 weight", (m.normal(9, 64), m.f32(48, 64, scale=0.1), torch.float32))
@@ -111,6 +110,7 @@ def _hyper_connections(m: _Maker) -> Iterator[Example]:
     yield Example("hc_coefficients", "tiny streams", (streams * 1e-8, fn, scale, base, 20, 1e-6, 1e-20))
     pre, comb = m.f32(7, 4).sigmoid(), m.f32(7, 4, 4).softmax(-1)
     yield Example("hc_collapse", "ordinary", (streams, pre))
+    yield Example("hc_pre", "ordinary", (streams, pre, fn, scale, base, 20, 1e-6, 1e-20))
     yield Example("hc_expand", "ordinary", (m.normal(7, 96), streams, 2 * pre, comb))
 
 
@@ -121,14 +121,14 @@ def _experts(m: _Maker) -> Iterator[Example]:
     yield Example("route", "ties go to the smallest index", (torch.zeros_like(logits), torch.zeros_like(bias), 4, 1.5))
     yield Example("swiglu", "beyond the limit", (m.normal(9, 48, scale=20.0), 10.0))
     x, weights = m.normal(11, 32), m.f32(11, 4).abs()
-    ids = m.integers(-1, 6, 11, 4)
+    ids = m.integers(0, 9, 11, 4)
     yield Example(
         "moe_float",
         "experts elsewhere, clamped",
-        (x, m.normal(6, 48, 32, scale=4.0), m.normal(6, 32, 24), weights, ids, 10.0),
+        (x, m.normal(6, 48, 32, scale=4.0), m.normal(6, 32, 24), weights, ids, 10.0, 2, 9),
     )
     stacks = (m.int8(6, 48, 32), m.f32(6, 48, 1).abs() * 0.02, m.int8(6, 32, 24), m.f32(6, 32, 1).abs() * 0.01)
-    yield Example("moe_w8a8", "experts elsewhere, clamped", (x, *stacks, weights, ids, 10.0))
+    yield Example("moe_w8a8", "experts elsewhere, clamped", (x, *stacks, weights, ids, 10.0, 2, 9))
 
 
 def _caches(m: _Maker) -> Iterator[Example]:
@@ -137,33 +137,42 @@ def _caches(m: _Maker) -> Iterator[Example]:
     slots = torch.tensor([[9, -1, 16], [-1, 8, 40]], device=m.device)
     flat = torch.nan_to_num(cache)
     yield Example("gather_rows", "with padding", (flat, slots))
-    yield Example("scatter_rows", "with padding", (flat.clone(), m.normal(4, 20), slots.flatten()[:4]), mutated=0)
+    places = torch.tensor([[1, 1], [-1, 0], [2, 0], [0, 7]], dtype=torch.int32, device=m.device)
+    yield Example("scatter_rows", "with padding", (flat.clone(), m.normal(4, 20), places), mutated=0)
     yield Example("pool_pairs", "ordinary", (m.f32(7, 48), m.f32(7, 48)))
 
 
 def _attention(m: _Maker) -> Iterator[Example]:
-    request, positions = m.request(), m.positions()
-    tokens, heads, width, ratio = len(request), 3, 40, 2
+    batch, ratio = m.batch(), 2
+    tokens, heads, width = batch.tokens, 3, 40
     window_table, row_table, key_table = m.block_table(), m.block_table(), m.block_table()
     row_lengths = tuple(length // ratio for length in m.lengths)
     window, rows = m.cache(window_table, width, m.lengths), m.cache(row_table, width, row_lengths)
     keys = m.cache(key_table, 24, row_lengths)
-    visible = (positions + 1) // ratio
+    visible = (batch.positions + 1) // ratio
     q, weights = m.normal(tokens, heads, 24), m.f32(tokens, heads)
-    index = (q, weights, keys, key_table, request, visible)
-    yield Example("select_rows", "one stage", (*index, 6))
-    yield Example("select_rows", "all rows fit", (*index, 64))
-    yield Example("select_rows", "publishing candidates", (*index, 6, 4, 3))
-    candidates = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=m.device).repeat(tokens, 1)
-    yield Example("select_rows", "among candidates", (*index, 6, 4, 0, candidates))
+    yield Example("quantize_index", "queries", (q,))
+    codes, scale = indexer.quantize_index.implementations["reference"](torch.nan_to_num(keys))
+    for kind, index in (
+        ("", (q, weights, keys, None, batch, key_table)),
+        (", INT8", (q, weights, codes, scale, batch, key_table)),
+    ):
+        yield Example("select_rows", f"one stage{kind}", (*index, 6, ratio))
+        yield Example("select_rows", f"all rows fit{kind}", (*index, 64, ratio))
+        yield Example("select_rows", f"publishing candidates{kind}", (*index, 6, ratio, 4, 3))
+        candidates = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=m.device).repeat(tokens, 1)
+        yield Example("select_rows", f"among candidates{kind}", (*index, 6, ratio, 4, 0, candidates))
     selected = torch.full((tokens, 9), -1, dtype=torch.int32, device=m.device)
     for t, count in enumerate(visible.tolist()):
         chosen = torch.randperm(count, generator=m.generator)[:7].sort().values
         selected[t, : len(chosen)] = chosen.int()
     query, sink = m.normal(tokens, heads, width), m.f32(heads)
-    own = (query, request, positions, window, window_table, 12, sink, width**-0.5)
+    own = (query, batch, window, window_table, 12, sink, width**-0.5)
     yield Example("sparse_attention", "window only", own)
-    yield Example("sparse_attention", "window and selected rows", (*own, rows, row_table, selected))
+    yield Example("sparse_attention", "window and selected rows", (*own, rows, row_table, selected, ratio))
+    last = torch.tensor(m.lengths, device=m.device) - 1
+    drafted = m.normal(15, heads, width), m.normal(15, width), Blocks(last, 5)
+    yield Example("block_attention", "windows shorter and longer", (*drafted, window, window_table, 12, *own[5:]))
 
 
 def _engram(m: _Maker) -> Iterator[Example]:

@@ -62,6 +62,23 @@ def _hc_collapse_cpu(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 @operator
+def hc_pre(
+    streams: Tensor, pre: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Input of a sublayer, by the coefficients ``pre`` [T, hc] of the one before it, and its own coefficients:
+    -> [T, D] (``hc_collapse``), then the next pre, post and comb (``hc_coefficients``). One pass over the streams."""
+    collapse, coefficients = hc_collapse.implementations["reference"], hc_coefficients.implementations["reference"]
+    return collapse(streams, pre), *coefficients(streams, fn, scale, base, iterations, eps, norm_eps)
+
+
+@hc_pre.register("cpu")
+def _hc_pre_cpu(
+    streams: Tensor, pre: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return hc_collapse(streams, pre), *hc_coefficients(streams, fn, scale, base, iterations, eps, norm_eps)
+
+
+@operator
 def hc_expand(sublayer: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Streams after a sublayer: out[t, j] = post[t, j] sublayer[t] + sum_i comb[t, i, j] streams[t, i].
 

@@ -34,29 +34,34 @@ def swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tens
     return (inner if weights is None else inner * weights).to(gate_up.dtype)
 
 
-def _hit_experts(ids: Tensor, experts: int) -> list[tuple[int, Tensor]]:
-    """(expert, positions in ids.flatten()) for every expert that some token chose; -1 is skipped."""
-    order = ids.flatten().argsort(stable=True)
-    counts = torch.bincount(ids.flatten() + 1, minlength=experts + 1).tolist()
+def _hit_experts(ids: Tensor, first: int, experts: int) -> list[tuple[int, Tensor]]:
+    """(local expert, positions in ids.flatten()) for every local expert that some token chose."""
+    local = ids.flatten().long() - first
+    local = local.where((local >= 0) & (local < experts), -1)
+    order = local.argsort(stable=True)
+    counts = torch.bincount(local + 1, minlength=experts + 1).tolist()
     groups = order.split(counts)[1:]
     return [(expert, group) for expert, group in enumerate(groups) if len(group)]
 
 
 @operator
-def moe_float(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, limit: float) -> Tensor:
+def moe_float(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, limit: float, first: int = 0, total: int = 0
+) -> Tensor:
     """Sum of the chosen experts, unquantised.
 
     x: [T, H]; w13: [E, 2 I, H], gate rows then up rows; w2: [E, H, I]; weights: [T, k] float32;
-    ids: [T, k] int64 into the local experts, -1 for an expert held elsewhere; limit: SwiGLU clamp.
+    ids: [T, k] integers; limit: SwiGLU clamp. The stacks are experts ``first`` .. ``first + E - 1`` of ``total`` (0: E);
+    others are held elsewhere and add nothing here.
     Returns [T, H] in x's dtype, summed over experts in float32. Source: spec section 3.8.
     """
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     flat_weights = weights.flatten()[:, None]
-    for expert, group in _hit_experts(ids, len(w13)):
+    for expert, group in _hit_experts(ids, first, len(w13)):
         token = group // ids.shape[1]
         inner = swiglu(float_linear(x[token], w13[expert]), limit, flat_weights[group])
-        total.index_add_(0, token, float_linear(inner, w2[expert]).float())
-    return total.to(x.dtype)
+        result.index_add_(0, token, float_linear(inner, w2[expert]).float())
+    return result.to(x.dtype)
 
 
 @operator
@@ -69,18 +74,20 @@ def moe_w8a8(
     weights: Tensor,
     ids: Tensor,
     limit: float,
+    first: int = 0,
+    total: int = 0,
 ) -> Tensor:
     """As ``moe_float`` with INT8 weights and activations quantised per token in front of both products.
 
     w13 [E, 2 I, H], w2 [E, H, I] int8; w13_scale [E, 2 I, 1], w2_scale [E, H, 1] float32.
     """
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     codes, scale = quantize_per_token(x)  # once, not once per expert
     flat_weights = weights.flatten()[:, None]
-    for expert, group in _hit_experts(ids, len(w13)):
+    for expert, group in _hit_experts(ids, first, len(w13)):
         token = group // ids.shape[1]
         gate_up = w8a8_matmul(codes[token], scale[token], w13[expert], w13_scale[expert], x.dtype)
         inner = swiglu(gate_up, limit, flat_weights[group])
         y = w8a8_matmul(*quantize_per_token(inner), w2[expert], w2_scale[expert], x.dtype)
-        total.index_add_(0, token, y.float())
-    return total.to(x.dtype)
+        result.index_add_(0, token, y.float())
+    return result.to(x.dtype)

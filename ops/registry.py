@@ -36,20 +36,40 @@ class Operator(Generic[P, R]):
         self.name = reference.__name__
         self.__doc__, self.__name__ = reference.__doc__, reference.__name__
         self.implementations: dict[str, Callable[P, R]] = {REFERENCE: reference}
+        self._packers: dict[str, dict[int, Callable[[torch.Tensor], torch.Tensor]]] = {}
         self._selected: dict[str, Callable[P, R]] = {}
 
-    def register(self, name: str) -> Callable[[F], F]:
-        """Decorator: add an implementation with the reference's signature."""
+    def register(
+        self, name: str, pack: dict[int, Callable[[torch.Tensor], torch.Tensor]] | None = None
+    ) -> Callable[[F], F]:
+        """Decorator: add an implementation with the reference's signature.
+
+        ``pack``: by position, what brings a weight from the reference's layout into the one that it reads.
+        """
 
         def add(function: F) -> F:
             self.implementations[name] = cast("Callable[P, R]", function)
+            self._packers[name] = pack or {}
             self._selected.clear()
             return function
 
         return add
 
+    def pack(self, position: int, weight: torch.Tensor, implementation: str | None = None) -> torch.Tensor:
+        """A weight as the implementation (the one that serves its device) reads it: once, after loading."""
+        name = self.selection(weight.device.type) if implementation is None else implementation
+        packer = self._packers.get(name, {}).get(position)
+        return weight if packer is None else packer(weight)
+
+    def packed(self, args: tuple[Any, ...], implementation: str) -> tuple[Any, ...]:
+        """Arguments with every weight packed, for comparisons."""
+        packers = self._packers.get(implementation, {})
+        return tuple(packers[i](value) if i in packers else value for i, value in enumerate(args))
+
     def selection(self, device_type: str) -> str:
         """Name of the implementation that serves tensors of ``device_type``. Raises OperatorError."""
+        if device_type == "npu":
+            from . import npu  # noqa: F401  its adapters register themselves; other machines have no torch_npu
         chosen = overrides().get(self.name)
         if chosen is None:
             return device_type if device_type in self.implementations else REFERENCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,26 +38,38 @@ def rope_frequencies(
     return frequency
 
 
-def rope_cos_sin(frequency: Tensor, positions: Tensor) -> Tensor:
-    """frequency [dim / 2] float32, positions [T] int64 -> [T, dim] float32: cosines, then sines.
+class Rotation:
+    """cos, sin: [T, dim / 2] float32, of one position per token; what layers share is worked out once."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+        self.dim = 2 * cos.shape[1]
+
+    @cached_property
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, 1, dim], every angle twice: as kernels read them that rotate neighbours."""
+        shape = len(self.cos), 1, 1, self.dim
+        return tuple(part[..., None].expand(-1, -1, 2).reshape(shape) for part in (self.cos, self.sin))  # type: ignore[return-value]
+
+
+def rope_rotation(frequency: Tensor, positions: Tensor) -> Rotation:
+    """frequency [dim / 2] float32, positions [T] int64 -> the rotation of each token.
 
     Computed for the positions of a step: a table for 1,048,576 positions would take 256 MiB.
     """
     angle = positions.float()[:, None] * frequency
-    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+    return Rotation(angle.cos(), angle.sin())
 
 
 @operator
-def apply_rope(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last ``cos_sin.shape[1]`` values of each vector.
+def apply_rope(x: Tensor, rotation: Rotation, inverse: bool = False) -> Tensor:
+    """Rotate the last ``rotation.dim`` values of each vector. x itself may be overwritten.
 
-    x: [T, d] or [T, heads, d]; cos_sin: [T, rope_dim] float32 from ``rope_cos_sin``; inverse: rotate back.
-    Returns x's shape and dtype. Source: spec section 3.3 (GPT-J pairs (2i, 2i + 1), last dimensions).
+    x: [T, d] or [T, heads, d]; inverse: rotate back. Returns x's shape and dtype.
+    Source: spec section 3.3 (GPT-J pairs (2i, 2i + 1), last dimensions).
     """
-    dim = cos_sin.shape[1]
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    if inverse:
-        sin = -sin
+    dim, cos = rotation.dim, rotation.cos
+    sin = -rotation.sin if inverse else rotation.sin
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     even, odd = x[..., -dim:].float().unflatten(-1, (-1, 2)).unbind(-1)

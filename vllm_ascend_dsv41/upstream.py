@@ -19,6 +19,9 @@ _MOE = f"{_LAYERS}.fused_moe"
 NAMES = {
     # platform and worker
     "CpuPlatform": "vllm.platforms.cpu",
+    "GPUModelRunner": "vllm.v1.worker.gpu_model_runner",
+    "CompilationMode": "vllm.config",
+    "CUDAGraphMode": "vllm.config",
     "CPUWorker": "vllm.v1.worker.cpu_worker",
     "cpu_worker": "vllm.v1.worker",
     "CPUModelRunner": "vllm.v1.worker.cpu_model_runner",
@@ -39,13 +42,14 @@ NAMES = {
     "tensor_model_parallel_all_gather": "vllm.distributed",
     # key-value cache
     "AttentionBackend": "vllm.v1.attention.backend",
+    "AttentionCGSupport": "vllm.v1.attention.backend",
     "AttentionLayerBase": f"{_LAYERS}.attention_layer_base",
     "AttentionMetadataBuilder": "vllm.v1.attention.backend",
     "CircularBufferSpec": "vllm.v1.kv_cache_interface",
     "CommonAttentionMetadata": "vllm.v1.attention.backend",
     "KVCacheLayout": "vllm.v1.kv_cache_layout",
     "MLAAttentionSpec": "vllm.v1.kv_cache_interface",
-    "SlidingWindowMLASpec": "vllm.v1.kv_cache_interface",
+    "SlidingWindowSpec": "vllm.v1.kv_cache_interface",
     "get_forward_context": "vllm.forward_context",
     # layers
     "ColumnParallelLinear": _LINEAR,
@@ -85,6 +89,22 @@ NAMES = {
     "find_next_prime": "vllm.models.deepseek_v41.common.engram",
 }
 
+#: The same of vllm-ascend, which only NPUs have.
+ASCEND_NAMES = {
+    "NPUModelRunner": "vllm_ascend.worker.model_runner_v1",
+    "NPUPlatform": "vllm_ascend.platform",
+    "NPUWorker": "vllm_ascend.worker.worker",
+    # mixture of experts
+    "AscendFusedMoEMethod": "vllm_ascend.quantization.method_adapters",
+    "AscendUnquantizedFusedMoEMethod": "vllm_ascend.ops.fused_moe.routed_experts",
+    "AscendW8A8DynamicFusedMoEMethod": "vllm_ascend.quantization.methods.w8a8.w8a8_dynamic",
+    "FusedExpertsResult": "vllm_ascend.ops.fused_moe.moe_comm_method",
+    "MoECommType": "vllm_ascend.ascend_forward_context",
+    "_EXTRA_CTX": "vllm_ascend.ascend_forward_context",
+    "enable_custom_op": "vllm_ascend.utils",
+    "kernel_warmup": "vllm_ascend.model_executor.warmup",
+}
+
 
 def vllm_version() -> str:
     """Version of the installed vLLM, whichever distribution it came from."""
@@ -109,7 +129,7 @@ def require_method(cls: type, name: str, arguments: tuple[str, ...]) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    module = NAMES.get(name)
+    module = NAMES.get(name) or ASCEND_NAMES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -117,5 +137,6 @@ def __getattr__(name: str) -> Any:
         return getattr(found, name) if hasattr(found, name) else import_module(f"{module}.{name}")
     except (AttributeError, ModuleNotFoundError) as error:
         raise ImportError(
-            f"{vllm_version()} has no {module}.{name}; this package is written for vLLM 0.30.0 ({error})"
+            f"{vllm_version()} has no {module}.{name}; this package is written for vLLM 0.30.0 and vllm-ascend 0.30.0 "
+            f"({error})"
         ) from error

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from vllm_ascend_dsv41.engram import EngramTables, NgramHash, Place
 from vllm_ascend_dsv41.engram.hashing import EngramConfigError
 from vllm_ascend_dsv41.engram.options import EngramOptions
-from vllm_ascend_dsv41.ops import DEAD
+from vllm_ascend_dsv41.ops import DEAD, Batch
 from vllm_ascend_dsv41.quant import open_checkpoint
 
 IMAGE = 11  # a token of the tiny vocabulary that stands for an image here
@@ -39,8 +39,14 @@ def ngram_hash(official):
 def whole(ngram_hash, ids):
     """Rows of a request that is computed at once."""
     lookback = torch.full((1, ngram_hash.lookback), -1, dtype=torch.int32)
-    request = torch.zeros(len(ids), dtype=torch.int64)
-    return ngram_hash(ids, request, torch.tensor([0, len(ids)]), lookback)
+    return ngram_hash(ids, batch_of([len(ids)]), lookback)
+
+
+def batch_of(sizes):
+    """Requests of a step; how long they are does not matter to hashes."""
+    sizes = torch.tensor(sizes, dtype=torch.int32)
+    start = torch.cat([sizes.new_zeros(1), sizes.cumsum(0).int()])
+    return Batch(start, sizes, int(sizes.sum()))
 
 
 def before(ids, position, depth):
@@ -92,9 +98,8 @@ def test_any_split_into_steps_gives_the_same_hashes(ngram_hash, data):
             continue
         ids = torch.cat([requests[number][begin:end] for number, begin, end in step])
         sizes = torch.tensor([end - begin for _, begin, end in step])
-        request = torch.arange(len(step)).repeat_interleave(sizes)
         lookback = torch.stack([before(requests[number], begin, ngram_hash.lookback) for number, begin, _ in step])
-        rows = ngram_hash(ids, request, torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]), lookback)
+        rows = ngram_hash(ids, batch_of(sizes.tolist()), lookback)
         for (number, begin, end), part in zip(step, rows.split(sizes.tolist(), dim=1), strict=True):
             found[number][:, begin:end] = part
             done[number] = end

@@ -79,11 +79,17 @@ def test_rows_of_other_requests_are_never_read():
 def test_empty_batches(implementation):
     """Data-parallel ranks without work call the model with no tokens."""
     function = ops.sparse_attention.implementations[implementation]
-    none, table = torch.zeros(0, dtype=torch.long), torch.zeros(1, 2, dtype=torch.int32)
-    out = function(torch.zeros(0, 2, 8), none, none, torch.zeros(2, 4, 8), table, 4, torch.zeros(2), 1.0)
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    batch = ops.Batch(torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0)
+    out = function(torch.zeros(0, 2, 8), batch, torch.zeros(2, 4, 8), table, 4, torch.zeros(2), 1.0)
     assert out.shape == (0, 2, 8)
     gather = ops.gather_rows.implementations[implementation]
     assert gather(torch.zeros(2, 4, 8), torch.zeros(0, 3, dtype=torch.long)).shape == (0, 3, 8)
+
+
+def one_token(length):
+    """A request whose newest token is computed."""
+    return ops.Batch(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32), 1)
 
 
 def test_candidates_hold_for_later_layers_as_for_their_source():
@@ -91,9 +97,9 @@ def test_candidates_hold_for_later_layers_as_for_their_source():
     keys = torch.randn(4, 8, 16)
     table = torch.tensor([[1, 2, 3]], dtype=torch.int32)
     q, weights = torch.randn(1, 2, 16), torch.ones(1, 2)
-    arguments = (q, weights, keys, table, torch.zeros(1, dtype=torch.long), torch.tensor([20]))
-    _, published = ops.select_rows(*arguments, 6, 4, 3)
-    selected, _ = ops.select_rows(*arguments, 6, 4, 0, published)
+    arguments = (q, weights, keys, None, one_token(20), table)
+    _, published = ops.select_rows(*arguments, 6, 1, 4, 3)
+    selected, _ = ops.select_rows(*arguments, 6, 1, 4, 0, published)
     assert set((selected // 4).flatten().tolist()) <= set(published.flatten().tolist())
     assert 4 in published.flatten().tolist()  # the newest block is always among them
 
@@ -103,9 +109,9 @@ def test_candidates_fewer_than_selected(implementation):
     """Two candidate blocks of four rows and a top-k of sixteen: the candidates decide even among few rows."""
     function = ops.select_rows.implementations[implementation]
     keys, table = torch.randn(4, 8, 16), torch.tensor([[1, 2, 3]], dtype=torch.int32)
-    arguments = (torch.randn(1, 2, 16), torch.ones(1, 2), keys, table, torch.zeros(1, dtype=torch.long))
+    arguments = (torch.randn(1, 2, 16), torch.ones(1, 2), keys, None, one_token(15), table)
     candidates = torch.tensor([[0, 3]], dtype=torch.int32)
-    selected, _ = function(*arguments, torch.tensor([15]), 16, 4, 0, candidates)
+    selected, _ = function(*arguments, 16, 1, 4, 0, candidates)
     assert selected[selected >= 0].tolist() == [0, 1, 2, 3, 12, 13, 14]
 
 

@@ -95,8 +95,8 @@ class Engine:
             if isinstance(metadata, dict) and metadata:
                 own = next(value for key, value in metadata.items() if key.endswith(".window"))
                 logits = model.compute_logits(hidden)
-                ids, start = kwargs["input_ids"].tolist(), own.query_start.tolist()
-                rows = zip(own.request.tolist(), own.positions.tolist(), logits, strict=True)
+                ids, start = kwargs["input_ids"].tolist(), own.batch.query_start.tolist()
+                rows = zip(own.batch.request.tolist(), own.batch.positions.tolist(), logits, strict=True)
                 for token, (request, position, row) in enumerate(rows):
                     result = self.results[self._own_name(runner.input_batch.req_ids[request])]
                     result.logits[position].append(row.clone())

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops import quantize_index, scatter_rows
 from ..upstream import (
     AttentionLayerBase,
     CircularBufferSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
+    SlidingWindowSpec,
     get_current_vllm_config,
 )
 from .metadata import CompressedBackend, OpenGroupBackend, WindowBackend, _Backend
 
+SCALE_BYTES = 2
 OPEN_GROUP_ROWS = 8  # the capacity of a ring is a multiple of this
 
 
@@ -42,6 +44,7 @@ class PagedCache(nn.Module, AttentionLayerBase):  # type: ignore[misc, valid-typ
         super().__init__()
         self.prefix, self.width, self.dtype = prefix, width, dtype
         self.kv_cache = torch.empty(0)
+        self.plans: set[tuple[Any, ...]] = set()  # what kernels that read it work out once per step (``ops.plan``)
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"two caches are named {prefix}")
@@ -66,11 +69,13 @@ class WindowCache(PagedCache):
         self.window = window
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """One row per token; blocks that slid out of the window are freed."""
-        return SlidingWindowMLASpec(
+        """One row per token; blocks that slid out of the window are freed. Not vLLM's spec for latent rows: by that
+        vllm-ascend knows DeepSeek-V4 and plans its layout."""
+        return SlidingWindowSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
             head_size=self.width,
+            head_size_v=0,
             dtype=self.dtype,
             sliding_window=self.window,
         )
@@ -94,6 +99,33 @@ class CompressedCache(PagedCache):
             dtype=self.dtype,
             tokens_per_state=self.ratio,
         )
+
+
+class IndexKeyCache(CompressedCache):
+    """Index keys: in the model's dtype, or as INT8 with an FP16 scale behind the codes of each block."""
+
+    def __init__(self, prefix: str, width: int, dtype: torch.dtype, ratio: int, quantized: bool) -> None:
+        super().__init__(prefix, width + SCALE_BYTES if quantized else width, torch.int8 if quantized else dtype, ratio)
+        self.quantized = quantized
+        self.key_scale: Tensor | None = None
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Sets ``kv_cache`` and, for INT8 keys, ``key_scale`` [blocks, rows] float16."""
+        super().bind_kv_cache(kv_cache)
+        if self.quantized:
+            rows, width = self.kv_cache.shape[1], self.kv_cache.shape[2] - SCALE_BYTES
+            page = self.kv_cache.flatten(1)
+            self.kv_cache = page[:, : rows * width].unflatten(1, (rows, width))
+            self.key_scale = page[:, rows * width :].view(torch.float16)
+
+    def write(self, keys: Tensor, slots: Tensor) -> None:
+        """Store keys [T, width] at slots [T, 2]."""
+        if self.key_scale is None:
+            scatter_rows(self.kv_cache, keys, slots)
+            return
+        codes, scale = quantize_index(keys)
+        scatter_rows(self.kv_cache, codes, slots)
+        scatter_rows(self.key_scale[..., None], scale[:, None], slots)
 
 
 class OpenGroupCache(PagedCache):

@@ -16,11 +16,11 @@ MODEL is a directory that `dsv41 quantize` wrote. All options are passed to `vll
 
 
 def plugin_names() -> str:
-    """Value of VLLM_PLUGINS: our plugin and vllm-ascend's general ones, no second platform."""
+    """Value of VLLM_PLUGINS: our plugin and vllm-ascend's general ones, no second platform, no second V4.1 model."""
     own = ["dsv41"]
     for entry in entry_points(group="vllm.general_plugins"):
         module = entry.value.partition(":")[0]
-        if module == "vllm_ascend" or module.startswith("vllm_ascend."):
+        if module.partition(".")[0] == "vllm_ascend" and entry.name != "ascend_model":
             own.append(entry.name)
     return ",".join(own)
 

@@ -42,7 +42,8 @@ class EngramOptions:
     def of(cls, engram_config: Any, additional_config: Mapping[str, Any] | None) -> EngramOptions:
         """From vLLM's two options; ``engram_config`` None: its defaults. Raises EngramOptionError."""
         where = "--additional-config, dsv41"
-        outer = (additional_config or {}).get("dsv41", {})
+        kept = getattr(engram_config, "own", {})  # where a platform refuses keys of ours beside its own
+        outer = (additional_config or {}).get("dsv41", kept)
         if not isinstance(outer, Mapping) or set(outer) - {"engram"}:
             raise EngramOptionError(f'{where} is {outer!r}, expected an object with "engram" and nothing else')
         where, own = f"{where}.engram", outer.get("engram", {})

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..cache import CompressedCache, WindowCache
 from ..layer_plan import LayerPlan
-from ..ops import apply_rope, grouped_linear, scatter_rows, sparse_attention
+from ..ops import Rotation, apply_rope, grouped_linear, scatter_rows, sparse_attention
 from ..upstream import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -85,9 +85,13 @@ class Attention(nn.Module):
             sources[plan.index] = self.compressor
         self._rows: list[CompressedCache] = []  # in a list: the rows belong to their source's module
         self.indexer = None
-        if plan.kv_source is not None:
+        arguments = (self.heads, config.head_dim, config.sliding_window)
+        if plan.kv_source is None:
+            self.window.plans.add(("attention", *arguments, 0, 0))
+        else:
             source = sources[plan.kv_source]
             self._rows.append(source.rows)
+            source.rows.plans.add(("attention", *arguments, plan.ratio, config.index_topk))
             if plan.is_index_source:
                 self.indexer = Indexer(config, plan, source.keys, dtype, quant_config, f"{prefix}.indexer")
 
@@ -95,7 +99,7 @@ class Attention(nn.Module):
         first = get_tensor_model_parallel_rank() * self.heads
         copy_into(parameter, value[first : first + self.heads])
 
-    def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """x [T, D] -> low-rank queries [T, q_lora_rank] and rows [T, head_dim], keys and values in one."""
         qr, kv = self.wqa_wkv(x).split([self.q_rank, self.head_dim], dim=-1)
         return self.q_norm(qr), apply_rope(self.kv_norm(kv), rope)
@@ -112,20 +116,28 @@ class Attention(nn.Module):
             self.indexer(x, qr, step)
         mixed = q if step.metadata is None else self._attend(q, kv, step, step.metadata)
         groups = apply_rope(mixed, rope, inverse=True).flatten(1).unflatten(1, (self.groups, -1))
-        low = grouped_linear(groups, self.wo_a.weight.unflatten(0, (self.groups, self.low_rank)))
-        return self.wo_b(low)
+        return self.wo_b(grouped_linear(groups, self._wo_a()))
+
+    def _wo_a(self) -> Tensor:
+        """[groups, low_rank, in], as the operator packed it once."""
+        weight = self.wo_a.weight
+        return weight if weight.dim() == 3 else weight.unflatten(0, (self.groups, self.low_rank))
+
+    def after_loading(self) -> None:
+        """Bring ``wo_a`` into the layout that its operator reads."""
+        self.wo_a.weight.data = grouped_linear.pack(1, self._wo_a().data)
 
     def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
         own = metadata[self.window.prefix]
         scatter_rows(self.window.kv_cache, kv, own.slots)
-        compressed: tuple[Any, ...] = ()
+        batch, compressed = own.batch, ()
         if self._rows:
             rows = self._rows[0]
-            compressed = (rows.kv_cache, metadata[rows.prefix].block_table, step.selected)
+            meta = metadata[rows.prefix]
+            batch, compressed = meta.batch, (rows.kv_cache, meta.block_table, step.selected, rows.ratio)
         return sparse_attention(
             q,
-            own.request,
-            own.positions,
+            batch,
             self.window.kv_cache,
             own.block_table,
             self.window_size,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import CompressedCache, OpenGroupCache
+from ..cache import CompressedCache, IndexKeyCache, OpenGroupCache
 from ..layer_plan import LayerPlan
-from ..ops import apply_rope, gather_rows, pool_pairs, scatter_rows
+from ..ops import apply_rope, gather_rows, int8_index_keys, pool_pairs, scatter_rows
 from .parameters import FloatMatrix, Norm
 from .step import Step
 
@@ -26,7 +26,8 @@ class Compressor(nn.Module):
         super().__init__()
         self.ratio, head, index = plan.ratio, config.head_dim, config.index_head_dim
         self.rows = CompressedCache(f"{prefix}.rows", head, dtype, plan.ratio)
-        self.keys = CompressedCache(f"{prefix}.keys", index, dtype, plan.ratio)
+        device = torch.get_default_device().type  # vLLM builds models with the device as default
+        self.keys = IndexKeyCache(f"{prefix}.keys", index, dtype, plan.ratio, int8_index_keys(device))
         self.open_group = OpenGroupCache(f"{prefix}.open_group", 2 * head) if plan.has_open_group else None
         if self.open_group is None:
             self.wkv = FloatMatrix(config.hidden_size, head, dtype)
@@ -43,12 +44,12 @@ class Compressor(nn.Module):
         if step.metadata is None:
             return pool_pairs(inputs, inputs).to(x.dtype)
         ring, meta = self.open_group.kv_cache, step.metadata[self.open_group.prefix]
-        previous = inputs.roll(1, 0)
-        first = meta.query_start[:-1]  # the token before these was computed in an earlier step
-        before = meta.positions[first] - 1
-        capacity = ring.shape[1]
+        batch, capacity = meta.batch, ring.shape[1]
+        # the token before a request's first was computed in an earlier step
+        before = batch.lengths - (batch.query_start[1:] - batch.query_start[:-1]) - 1
         slots = torch.where(before >= 0, meta.block_table[:, 0].long() * capacity + before % capacity, -1)
-        previous[first] = gather_rows(ring, slots)
+        earlier = gather_rows(ring, slots).index_select(0, batch.request)
+        previous = torch.where(batch.first[:, None], earlier, inputs.roll(1, 0))
         scatter_rows(ring, inputs, meta.slots)
         return pool_pairs(previous, inputs).to(x.dtype)
 
@@ -60,4 +61,4 @@ class Compressor(nn.Module):
         row = apply_rope(latent, rope)
         if step.metadata is not None:
             scatter_rows(self.rows.kv_cache, row, step.metadata[self.rows.prefix].slots)
-            scatter_rows(self.keys.kv_cache, key, step.metadata[self.keys.prefix].slots)
+            self.keys.write(key, step.metadata[self.keys.prefix].slots)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import RowMetadata
 from ..layer_plan import ModelPlan
-from ..ops import hc_collapse, scatter_rows, sparse_attention
+from ..ops import Blocks, block_attention, hc_collapse, scatter_rows
 from ..upstream import ParallelLMHead, VocabParallelEmbedding
 from .attention import Attention
 from .layer import Layer, spread
@@ -24,31 +23,16 @@ class DraftAttention(Attention):
     what is rejected leaves nothing behind, and drafting needs no slots beyond the verified tokens.
     """
 
-    def observe(self, main: Tensor, step: Step, metadata: dict[str, RowMetadata]) -> None:
+    def observe(self, main: Tensor, step: Step, metadata: dict[str, Any]) -> None:
         """Store the rows of this step's tokens: main [T, D]."""
         rows = self.project(main, step.rope(compressed=False))[1]
         scatter_rows(self.window.kv_cache, rows, metadata[self.window.prefix].slots)
 
-    def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, RowMetadata]) -> Tensor:
-        window = metadata[self.window.prefix]
-        requests = len(window.block_table)
-        # the block takes the place of the trunk's compressed rows: one cache block per request, all of it selected
-        block = kv.view(requests, -1, self.head_dim)
-        size = block.shape[1]
-        table = torch.arange(requests, dtype=torch.int32, device=q.device)[:, None]
-        every = torch.arange(size, dtype=torch.int32, device=q.device).expand(len(q), size)
-        return sparse_attention(
-            q,
-            window.request,
-            window.positions,
-            self.window.kv_cache,
-            window.block_table,
-            self.window_size,
-            self.attn_sink,
-            self.scale,
-            block,
-            table,
-            every,
+    def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
+        blocks, tables = metadata["blocks"], metadata["tables"]
+        table = tables[self.window.prefix]
+        return block_attention(
+            q, kv, blocks, self.window.kv_cache, table, self.window_size, self.attn_sink, self.scale
         )
 
 
@@ -114,14 +98,10 @@ class Draft(nn.Module):
         device, requests = anchors.device, len(anchors)
         tokens = torch.full((requests, size), self.noise_token_id, dtype=torch.long, device=device)
         tokens[:, 0] = anchors
-        request = torch.arange(requests, device=device).repeat_interleave(size)
         positions = (last[:, None] + torch.arange(1, size + 1, device=device)).flatten()
-        start = torch.arange(0, requests * size + 1, size, device=device)
-        seen = last.repeat_interleave(size)  # every token of the block sees the window up to the last verified token
-        nowhere = torch.full_like(seen, -1)
-        metadata = {name: RowMetadata(seen, request, start, table, nowhere) for name, table in tables.items()}
-        text = torch.zeros_like(request, dtype=torch.bool)
-        step = Step(positions, text, metadata or None, self.rope)
+        text = torch.zeros_like(positions, dtype=torch.bool)
+        blocks = {"blocks": Blocks(last, size), "tables": tables} if tables else None
+        step = Step(positions, text, blocks, self.rope)
         streams, pre = spread(self._embed[0](tokens.flatten()), self.hc)
         for stage in self.stages:
             streams, pre = stage(streams, pre, step)

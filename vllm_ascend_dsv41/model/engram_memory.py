@@ -66,7 +66,7 @@ class EngramMemory(nn.Module):
         elif lookback is None:
             raise RuntimeError("the model runner gave no lookback token ids; Engram would read wrong rows")
         else:
-            rows = self.hash(input_ids, step.request, step.query_start, lookback)
+            rows = self.hash(input_ids, step.batch, lookback)
         if self._ranks.divided is not None:
             flat = rows.transpose(0, 1).flatten(1).contiguous()
             flat = self._ranks.divided.all_gatherv(flat, 0, self._tokens())

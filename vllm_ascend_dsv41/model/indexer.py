@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import CompressedCache
+from ..cache import IndexKeyCache
 from ..layer_plan import CandidateRole, LayerPlan
 from ..ops import apply_rope, select_rows
 from ..upstream import ReplicatedLinear
@@ -22,7 +22,7 @@ class Indexer(nn.Module):
     """
 
     def __init__(
-        self, config: Any, plan: LayerPlan, keys: CompressedCache, dtype: torch.dtype, quant_config: Any, prefix: str
+        self, config: Any, plan: LayerPlan, keys: IndexKeyCache, dtype: torch.dtype, quant_config: Any, prefix: str
     ) -> None:
         super().__init__()
         self.ratio, self.heads, self.topk = plan.ratio, config.index_n_heads, config.index_topk
@@ -36,6 +36,7 @@ class Indexer(nn.Module):
             config.q_lora_rank, width, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b", return_bias=False
         )
         self.weights_proj = FloatMatrix(config.hidden_size, config.index_n_heads, dtype)
+        keys.plans.add(("index", self.heads, config.index_head_dim, self.topk, self.ratio))
         self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
 
     def forward(self, x: Tensor, qr: Tensor, step: Step) -> None:
@@ -50,10 +51,11 @@ class Indexer(nn.Module):
             q,
             weights,
             self._keys[0].kv_cache,
+            self._keys[0].key_scale,
+            meta.batch,
             meta.block_table,
-            meta.request,
-            (meta.positions + 1) // self.ratio,
             self.topk,
+            self.ratio,
             self.block_size,
             self.topk_blocks if publishes else 0,
             step.candidates if self.role is CandidateRole.CONSUMER else None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layer_plan import LayerPlan
-from ..ops import hc_coefficients, hc_collapse, hc_expand
+from ..ops import hc_expand, hc_pre
 from .attention import Attention
 from .compressor import Compressor
 from .engram import Engram
@@ -34,9 +34,9 @@ class HyperConnection(nn.Module):
         self.fn, self.base, self.scale = empty(mix, hc * config.hidden_size), empty(mix), empty(3)
         self.iterations, self.eps, self.norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [T, hc, D] -> pre, post [T, hc], comb [T, hc, hc]."""
-        return hc_coefficients(streams, self.fn, self.scale, self.base, self.iterations, self.eps, self.norm_eps)
+    def forward(self, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """streams [T, hc, D], pre [T, hc] of the sublayer before -> input [T, D], pre, post [T, hc], comb [T, hc, hc]."""
+        return hc_pre(streams, pre, self.fn, self.scale, self.base, self.iterations, self.eps, self.norm_eps)
 
 
 class Layer(nn.Module):
@@ -67,9 +67,7 @@ class Layer(nn.Module):
 
     def forward(self, streams: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """streams [T, hc, D], pre [T, hc] -> the same after this layer."""
-        next_pre, post, comb = self.hc_attn(streams)
-        y = self.attn(self.attn_norm(hc_collapse(streams, pre)), step)
-        streams, pre = hc_expand(y, streams, post, comb), next_pre
-        next_pre, post, comb = self.hc_ffn(streams)
-        y = self.ffn(self.ffn_norm(hc_collapse(streams, pre)), step.dead)
-        return hc_expand(y, streams, post, comb), next_pre
+        x, pre, post, comb = self.hc_attn(streams, pre)
+        streams = hc_expand(self.attn(self.attn_norm(x), step), streams, post, comb)
+        x, pre, post, comb = self.hc_ffn(streams, pre)
+        return hc_expand(self.ffn(self.ffn_norm(x), step.dead), streams, post, comb), pre

@@ -40,8 +40,8 @@ class Router(BaseRouter):  # type: ignore[misc]
 class Gate(FloatMatrix):
     """Router logits in float32, with one more column that marks image tokens."""
 
-    def __init__(self, hidden_size: int, experts: int, dtype: torch.dtype) -> None:
-        super().__init__(hidden_size, experts, dtype)
+    def __init__(self, hidden_size: int, experts: int) -> None:
+        super().__init__(hidden_size, experts, torch.float32)  # not widened again in every step
         self.bias, self.bias_vl = empty(experts), empty(experts)
 
     def logits(self, x: Tensor, image: Tensor) -> Tensor:
@@ -55,12 +55,17 @@ class SharedExpert(nn.Module):
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
         hidden, inner, self.limit = config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
-        common = {"bias": False, "quant_config": quant_config, "return_bias": False}
-        self.w13 = MergedColumnParallelLinear(hidden, [inner, inner], prefix=f"{prefix}.w13", **common)
-        self.w2 = RowParallelLinear(inner, hidden, prefix=f"{prefix}.w2", reduce_results=False, **common)
+        common = {"bias": False, "quant_config": quant_config}
+        # named, and returning biases, as vllm-ascend expects it, which overlaps the parts with the routed experts'
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], prefix=f"{prefix}.gate_up_proj", **common)
+        self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", reduce_results=False, **common)
+
+    def act_fn(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] -> [T, I]."""
+        return swiglu(gate_up, self.limit)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(swiglu(self.w13(x), self.limit))
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)[0]))[0]
 
 
 class MoE(nn.Module):
@@ -68,7 +73,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: Any, plan: LayerPlan, dtype: torch.dtype, quant_config: Any, prefix: str) -> None:
         super().__init__()
-        self.gate = Gate(config.hidden_size, plan.experts, dtype)
+        self.gate = Gate(config.hidden_size, plan.experts)
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.experts = FusedMoEFactory(
             num_experts=plan.experts,

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..cache import RowMetadata
 from ..engram import Pending
-from ..ops import rope_cos_sin, rope_frequencies
+from ..ops import Rotation, rope_frequencies, rope_rotation
 
 
 class Rope(nn.Module):
@@ -48,25 +47,26 @@ def rope_scaling(config: Any) -> dict[str, Any]:
 class Step:
     """T tokens of all requests in this step.
 
-    ``metadata`` is None in vLLM's dummy runs: no cache may then be touched. An index source writes
+    ``metadata``: of each cache by its name (of a draft: its blocks and tables); None in vLLM's dummy runs: no cache
+    may then be touched. An index source writes
     ``selected`` (and the candidate source ``candidates``) before the layers that read them, since
     sources come first in layer order.
     """
 
     positions: Tensor  # [T] int64
     dead: Tensor  # [T] bool: image tokens
-    metadata: dict[str, RowMetadata] | None
+    metadata: dict[str, Any] | None
     frequencies: Rope
     engram: list[Pending] = field(default_factory=list)  # a look-up for every Engram layer
     selected: Tensor | None = None  # [T, index_topk] int32
     candidates: Tensor | None = None  # [T, candidate_topk_blocks] int32
-    _rope: dict[tuple[bool, int], Tensor] = field(default_factory=dict)
+    _rope: dict[tuple[bool, int], Rotation] = field(default_factory=dict)
 
-    def rope(self, compressed: bool, ratio: int = 1) -> Tensor:
-        """cos and sin rows [T, rope_dim] at each token's position, or at the first token of its group."""
+    def rope(self, compressed: bool, ratio: int = 1) -> Rotation:
+        """The rotation by each token's position, or by that of the first token of its group."""
         key = (compressed, ratio)
         if key not in self._rope:
             frequency = self.frequencies.compressed if compressed else self.frequencies.window
             position = self.positions if ratio == 1 else self.positions // ratio * ratio
-            self._rope[key] = rope_cos_sin(frequency, position)
+            self._rope[key] = rope_rotation(frequency, position)
         return self._rope[key]

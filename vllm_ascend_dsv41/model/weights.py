@@ -85,9 +85,9 @@ RULES: tuple[Load | LoadExpert | Table | DraftCopy | Skip, ...] = (
         rf"{LAYER}\.ffn\.experts\.(?P<expert>\d+)\.(?P<shard>w1|w2|w3)\.{SUFFIX}",
         rf"{TO}.ffn.experts.routed_experts",
     ),
-    Load(rf"{LAYER}\.ffn\.shared_experts\.w1\.{SUFFIX}", rf"{TO}.ffn.shared_experts.w13.\g<suffix>", 0),
-    Load(rf"{LAYER}\.ffn\.shared_experts\.w3\.{SUFFIX}", rf"{TO}.ffn.shared_experts.w13.\g<suffix>", 1),
-    Load(rf"{LAYER}\.ffn\.shared_experts\.w2\.{SUFFIX}", rf"{TO}.ffn.shared_experts.w2.\g<suffix>"),
+    Load(rf"{LAYER}\.ffn\.shared_experts\.w1\.{SUFFIX}", rf"{TO}.ffn.shared_experts.gate_up_proj.\g<suffix>", 0),
+    Load(rf"{LAYER}\.ffn\.shared_experts\.w3\.{SUFFIX}", rf"{TO}.ffn.shared_experts.gate_up_proj.\g<suffix>", 1),
+    Load(rf"{LAYER}\.ffn\.shared_experts\.w2\.{SUFFIX}", rf"{TO}.ffn.shared_experts.down_proj.\g<suffix>"),
     Table(rf"{LAYER}\.engram\.embed\.(weight|scale)"),
     Load(rf"{LAYER}\.engram\.(?P<name>wkv\.weight|q_weight|k_weight)", rf"{TO}.engram.\g<name>"),
     Skip(r"(layers|mtp)\..*\.weight_offset", "symmetric quantisation: offsets are zero, which is checked"),
@@ -154,6 +154,10 @@ def load_weights(model: Any, checkpoint: Checkpoint, weights: Iterable[tuple[str
     empty = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     if empty:
         raise CheckpointError(f"{checkpoint.directory}: no tensor for {', '.join(empty[:5])}")
+    for module in model.modules():
+        after_loading = getattr(module, "after_loading", None)
+        if after_loading is not None:
+            after_loading()
     return loaded
 
 

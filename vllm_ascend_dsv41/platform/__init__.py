@@ -9,6 +9,7 @@ from importlib.util import find_spec
 logger = logging.getLogger("vllm.dsv41")
 
 CPU = "vllm_ascend_dsv41.platform.cpu.CpuPlatform"
+NPU = "vllm_ascend_dsv41.platform.npu.NpuPlatform"
 
 
 def _other_platform_plugins() -> list[str]:
@@ -20,20 +21,30 @@ def _other_platform_plugins() -> list[str]:
     return names if allowed is None else [name for name in names if name in allowed.split(",")]
 
 
+def _sees_npu() -> bool:
+    """Whether torch_npu and vllm-ascend are installed and a device is there. Initialises none."""
+    if find_spec("torch_npu") is None or find_spec("vllm_ascend") is None:
+        return False
+    import torch
+    import torch_npu  # noqa: F401  it adds torch.npu
+
+    return bool(torch.npu.device_count() > 0)
+
+
 def select() -> str | None:
-    """Class of the platform, or None to stand aside: on NPU, CUDA and ROCm, and beside another plugin."""
-    if find_spec("torch_npu") is not None:
-        return None  # the Ascend platform is not part of this version: vllm-ascend's own may rule
+    """Class of the platform, or None to stand aside: on CUDA and ROCm, and beside another plugin."""
     import torch
 
-    if torch.version.cuda is not None or torch.version.hip is not None:
+    npu = _sees_npu()
+    # an x86_64 host of NPUs may have PyTorch's CUDA build: the device decides before the build does
+    if not npu and (torch.version.cuda is not None or torch.version.hip is not None):
         return None  # vLLM's own platform and kernels serve there
     others = _other_platform_plugins()
     if others:
         logger.warning(
-            "dsv41 stands aside: vLLM allows one platform plugin and %s is installed too. Set VLLM_PLUGINS=dsv41, "
-            "or start with `dsv41 serve`",
+            "dsv41 stands aside: vLLM allows one platform plugin and %s is installed too. Set VLLM_PLUGINS=dsv41, or "
+            "start with `dsv41 serve`",
             ", ".join(others),
         )
         return None
-    return CPU
+    return NPU if npu else CPU

@@ -7,22 +7,28 @@ from ..upstream import QUANTIZATION_METHODS, ModelRegistry, register_quantizatio
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 
 
-def register_quantization() -> None:
-    """Make ``--quantization ascend`` known."""
-    if "ascend" not in QUANTIZATION_METHODS:
+def register_quantization(on_npu: bool = False) -> None:
+    """Make ``--quantization ascend`` known. On NPUs vllm-ascend has a method of that name: ours takes its place."""
+    if on_npu:
+        from ..quantization.npu import NpuAscendConfig
+
+        register_quantization_config("ascend")(NpuAscendConfig)
+    elif "ascend" not in QUANTIZATION_METHODS:
         from ..quantization import AscendConfig
 
         register_quantization_config("ascend")(AscendConfig)
 
 
 def register_all() -> None:
-    """Quantisation method everywhere; the model only where our platform rules."""
-    from . import select
+    """Quantisation method and model where our platform rules."""
+    from . import NPU, select
 
-    if select() is None:
+    chosen = select()
+    if chosen is None:
         return
     from .engram_config import accept_engram_config
 
-    register_quantization()
+    if chosen != NPU:  # there the platform registers it, behind vllm-ascend's
+        register_quantization()
     accept_engram_config(ARCHITECTURE)
     ModelRegistry.register_model(ARCHITECTURE, "vllm_ascend_dsv41.model.backbone:DeepseekV41ForCausalLM")

@@ -18,7 +18,8 @@ from .unquantized import FloatEmbedding
 # modules that hold several checkpoint tensors -> those tensors
 PACKED = {
     "wqa_wkv": ("wq_a", "wkv"),
-    "w13": ("w1", "w3"),
+    "gate_up_proj": ("w1", "w3"),
+    "down_proj": ("w2",),
     "experts": ("experts.0.w1", "experts.0.w2", "experts.0.w3"),
 }
 

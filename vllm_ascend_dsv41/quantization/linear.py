@@ -72,6 +72,12 @@ class W8A8DynamicLinear(_Linear):
             ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=extra["weight_loader"]),
         )
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Bring weight and scale into the layout that the operator reads."""
+        layer.weight.data = w8a8_matmul.pack(2, layer.weight.data)
+        layer.weight_scale.data = w8a8_matmul.pack(3, layer.weight_scale.data)
+        layer.weight_scale_fp32 = layer.weight_scale.data  # vllm-ascend's name, for the shared experts
+
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out] in x's dtype."""
         y = w8a8_matmul(*quantize_per_token(x), layer.weight, layer.weight_scale, x.dtype)

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import moe_float, moe_w8a8
+from ..ops import Operator, moe_float, moe_w8a8
 from ..upstream import FusedMoEMethodBase, set_weight_attrs
 
 
 class _MoE(FusedMoEMethodBase):  # type: ignore[misc]
     """Expert stacks ``w13`` [E, 2 I, H] and ``w2`` [E, H, I] of this rank, under TP or EP."""
+
+    operator: Operator[..., Tensor]
+    packed: dict[int, str]  # argument of the operator -> parameter
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: our operators are called directly, not vLLM's modular kernels."""
@@ -49,8 +52,11 @@ class _MoE(FusedMoEMethodBase):  # type: ignore[misc]
         layer.register_parameter(name, parameter)
         set_weight_attrs(parameter, {"weight_loader": extra["weight_loader"], **more})
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing to prepare."""
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Bring the stacks into the layout that their operator reads."""
+        for position, name in self.packed.items():
+            parameter = getattr(layer, name)
+            parameter.data = self.operator.pack(position, parameter.data)
 
     def local_ids(self, layer: Any, topk_ids: Tensor) -> Tensor:
         """Global expert ids [T, k] -> ids within this rank, -1 for experts elsewhere."""
@@ -60,6 +66,8 @@ class _MoE(FusedMoEMethodBase):  # type: ignore[misc]
 
 class FloatMoE(_MoE):
     """FLOAT: the model's dtype."""
+
+    operator, packed = moe_float, {1: "w13_weight", 2: "w2_weight"}
 
     def apply(
         self,
@@ -77,6 +85,9 @@ class FloatMoE(_MoE):
 
 class W8A8DynamicMoE(_MoE):
     """W8A8_DYNAMIC: int8 stacks with float32 scales per output channel."""
+
+    operator = moe_w8a8
+    packed = {1: "w13_weight", 2: "w13_weight_scale", 3: "w2_weight", 4: "w2_weight_scale"}
 
     def weight_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
         return torch.int8

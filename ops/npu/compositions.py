@@ -1,0 +1,15 @@
+"""Operators that no fused kernel serves: the reference's PyTorch, whose operators run on the device as they are.
+
+They read nothing on the host and their shapes do not depend on data, so that graphs capture them.
+"""
+
+from __future__ import annotations
+
+from ..compressor import pool_pairs
+from ..engram import engram_inject, hash_ngrams
+from ..hyper_connections import hc_coefficients, hc_collapse
+from ..registry import REFERENCE
+
+for operator in (engram_inject, hash_ngrams, hc_coefficients, hc_collapse):
+    operator.register("npu")(operator.implementations[REFERENCE])
+pool_pairs.register("npu")(pool_pairs.implementations["cpu"])

@@ -1,0 +1,105 @@
+"""Routing and experts held by one rank: sort by expert, two grouped products, sort back."""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from ..moe import moe_float, moe_w8a8, route, swiglu
+from .linear import per_channel, to_nz
+
+SQRT_SOFTPLUS = 2  # norm_type of the gating kernel
+COUNTS = 1  # of group lists: rows of each expert, not their sums
+
+
+@route.register("npu")
+def _route(logits: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """A bias per token (image and text tokens have their own) goes by way of two rows: see ``reference``."""
+    if bias.dim() == 2:
+        return route.implementations["reference"](logits, bias, topk, scaling)
+    weights, ids, _ = torch.ops._C_ascend.moe_gating_top_k_hash(
+        logits.contiguous(), topk, bias=bias, routed_scaling_factor=scaling, eps=1e-20, group_select_mode=1,
+        norm_type=SQRT_SOFTPLUS,
+    )  # fmt: skip
+    return weights, ids
+
+
+@swiglu.register("npu")
+def _swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    if weights is not None:
+        return swiglu.implementations["reference"](gate_up, limit, weights)
+    gate, up = gate_up.chunk(2, dim=-1)
+    inner: Tensor = torch_npu.npu_swiglu(torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
+    return inner
+
+
+def _sorted(x: Tensor, ids: Tensor, first: int, experts: int, total: int, quantized: bool) -> tuple[Tensor, ...]:
+    """-> rows [T k, H] by expert, where each choice went [T k], rows of each local expert, scale of each row."""
+    rows, index, counts, scale = torch_npu.npu_moe_init_routing_v2(
+        x,
+        ids.int(),
+        active_num=ids.numel(),
+        expert_num=total or experts,
+        expert_tokens_num_type=COUNTS,
+        expert_tokens_num_flag=True,
+        active_expert_range=[first, first + experts],
+        quant_mode=1 if quantized else -1,
+    )
+    return rows, index, counts.long(), scale
+
+
+def _combined(rows: Tensor, index: Tensor, weights: Tensor, whole: bool) -> Tensor:
+    """Weighted sums of each token's rows, in FP32; choices that went to experts elsewhere count nothing."""
+    if not whole:
+        weights = torch.where((index >= 0).view_as(weights), weights, 0)
+    summed: Tensor = torch_npu.npu_moe_token_unpermute(rows, index.abs(), probs=weights)
+    return summed
+
+
+@moe_w8a8.register("npu", pack={1: to_nz, 2: per_channel, 3: to_nz, 4: per_channel})
+def _moe_w8a8(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    limit: float,
+    first: int = 0,
+    total: int = 0,
+) -> Tensor:
+    """Weights packed: w13 [E, H, 2 I], w2 [E, I, H] FRACTAL_NZ; scales [E, 2 I], [E, H] float32."""
+    rows, index, counts, scale = _sorted(x, ids, first, len(w13), total, quantized=True)
+    inner, inner_scale, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(
+        rows, w13, w13_scale, scale, counts.cumsum(0), swiglu_limit=limit
+    )
+    (out,) = torch_npu.npu_grouped_matmul(
+        [inner],
+        [w2],
+        scale=[w2_scale],
+        per_token_scale=[inner_scale],
+        group_list=counts,
+        group_list_type=COUNTS,
+        split_item=2,
+        group_type=0,
+        output_dtype=x.dtype,
+    )
+    return _combined(out, index, weights, total in (0, len(w13)))
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.transpose(1, 2).contiguous()
+
+
+@moe_float.register("npu", pack={1: _transposed, 2: _transposed})
+def _moe_float(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, limit: float, first: int = 0, total: int = 0
+) -> Tensor:
+    """Weights packed: w13 [E, H, 2 I], w2 [E, I, H], row-major."""
+    rows, index, counts, _ = _sorted(x, ids, first, len(w13), total, quantized=False)
+    groups = {"group_list": counts, "group_list_type": COUNTS, "split_item": 2, "group_type": 0}
+    (gate_up,) = torch_npu.npu_grouped_matmul([rows], [w13], **groups)
+    (out,) = torch_npu.npu_grouped_matmul([swiglu(gate_up, limit)], [w2], **groups)
+    return _combined(out, index, weights, total in (0, len(w13)))

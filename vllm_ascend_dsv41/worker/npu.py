@@ -27,8 +27,12 @@ class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ign
         log_operators("npu")
 
     def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's: one allocation, blocks of all layers in it."""
-        return GPUModelRunner.initialize_kv_cache_tensors(self, *args, **kwargs)
+        """vLLM's: one allocation, blocks of all layers in it. vllm-ascend's patch of what follows in it sets the
+        layers' attribute and asks no layer how it reads its part."""
+        caches = GPUModelRunner.initialize_kv_cache_tensors(self, *args, **kwargs)
+        for name, cache in caches.items():
+            self.compilation_config.static_forward_context[name].bind_kv_cache(cache)
+        return caches
 
 
 class NpuWorker(ClosingWorker, NPUWorker):  # type: ignore[misc]

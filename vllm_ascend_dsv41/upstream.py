@@ -102,6 +102,7 @@ ASCEND_NAMES = {
     "MoECommType": "vllm_ascend.ascend_forward_context",
     "_EXTRA_CTX": "vllm_ascend.ascend_forward_context",
     "enable_custom_op": "vllm_ascend.utils",
+    "set_ascend_forward_context": "vllm_ascend.ascend_forward_context",
     "kernel_warmup": "vllm_ascend.model_executor.warmup",
 }
 
@@ -116,15 +117,17 @@ def vllm_version() -> str:
     return "no vLLM"
 
 
-def require_method(cls: type, name: str, arguments: tuple[str, ...]) -> None:
-    """Check that vLLM's class has a method that we override, with these first arguments. Raises ImportError."""
-    owner = next((base for base in cls.__mro__ if base.__module__.startswith("vllm.") and name in vars(base)), None)
+def require_method(cls: type, name: str, arguments: tuple[str, ...], package: str = "vllm") -> None:
+    """Check that a class of vLLM (or of ``package``) has a method that we override, with these first arguments.
+    Raises ImportError."""
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("vllm", package)]
+    owner = next((base for base in bases if name in vars(base)), None)
     found = () if owner is None else tuple(signature(vars(owner)[name]).parameters)[1 : len(arguments) + 1]
     if owner is None or found != arguments:
         what = "no such method" if owner is None else f"arguments {', '.join(found)}"
         raise ImportError(
             f"{vllm_version()}: {cls.__name__}.{name}: {what}, expected {', '.join(arguments) or 'the method'}; this "
-            "package is written for vLLM 0.30.0"
+            "package is written for vLLM 0.30.0 and vllm-ascend 0.30.0"
         )
 
 

@@ -57,9 +57,10 @@ class RowMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         # padded to the size of a graph where the runner says so, as its tensors are
         tokens = getattr(common, "num_input_tokens", 0) or common.num_actual_tokens
         start, lengths = common.query_start_loc[: requests + 1], common.seq_lens[:requests]
-        batch = Batch(start, lengths, tokens, common.max_query_len, common.max_seq_len)
+        batch, planned = (Batch(start, lengths, tokens, common.max_query_len, common.max_seq_len) for _ in range(2))
         for key in self._wanted:
-            value = plan(lengths, batch, *key)
+            # on a batch of its own: what is derived out here must not be taken for part of a graph
+            value = plan(lengths, planned, *key)
             if value is not None:  # kernels of a captured graph read it from where it was at the capture
                 kept = self._plans.setdefault(key, value)
                 batch.plans[key] = kept if kept is value else kept.copy_(value)

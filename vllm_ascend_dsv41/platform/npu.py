@@ -107,7 +107,7 @@ def _choose_graphs(vllm_config: Any) -> None:
     mode = compilation.cudagraph_mode
     if vllm_config.model_config.enforce_eager:
         mode = CUDAGraphMode.NONE
-    elif mode is None:
+    elif mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):  # vLLM's default, which asks for compilation
         mode = CUDAGraphMode.FULL_DECODE_ONLY
     allowed = (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
     refuse_first(

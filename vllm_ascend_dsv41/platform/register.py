@@ -5,6 +5,9 @@ from __future__ import annotations
 from ..upstream import QUANTIZATION_METHODS, ModelRegistry, register_quantization_config
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
+#: What vllm-ascend calls the draft while it reads --speculative-config: it is looked up, and never built.
+ASCEND_DRAFT = "DeepseekV41DSparkModel"
+MODEL = "vllm_ascend_dsv41.model.backbone:DeepseekV41ForCausalLM"
 
 
 def register_quantization(on_npu: bool = False) -> None:
@@ -28,7 +31,9 @@ def register_all() -> None:
         return
     from .engram_config import accept_engram_config
 
-    if chosen != NPU:  # there the platform registers it, behind vllm-ascend's
+    if chosen == NPU:  # the quantisation method is registered by the platform, behind vllm-ascend's
+        ModelRegistry.register_model(ASCEND_DRAFT, MODEL)
+    else:
         register_quantization()
     accept_engram_config(ARCHITECTURE)
-    ModelRegistry.register_model(ARCHITECTURE, "vllm_ascend_dsv41.model.backbone:DeepseekV41ForCausalLM")
+    ModelRegistry.register_model(ARCHITECTURE, MODEL)

@@ -57,7 +57,7 @@ class DSparkProposer:
         requests with a seed, by row. Every data-parallel rank must come here or to ``idle`` in every step.
         """
         requests = len(anchors)
-        with set_forward_context(None, self.vllm_config, num_tokens=requests * self.size):
+        with self.forward_context(requests * self.size):
             hidden, logits = self._target.draft(anchors, last, tables, self.size)
         logits = logits.view(requests, self.size, -1)
         sampling = self.probabilistic and temperature is not None
@@ -78,10 +78,19 @@ class DSparkProposer:
             torch.stack(probabilities, 1) if probabilities else None,
         )
 
+    def forward_context(self, tokens: int) -> Any:
+        """vLLM's, for a pass of the draft over so many tokens."""
+        return set_forward_context(None, self.vllm_config, num_tokens=tokens)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the draft."""
+        device: torch.device = self._target.model.mtp.main_proj.weight.device
+        return device
+
     def idle(self) -> None:
         """Take part in the collectives of a step in which other data-parallel ranks draft."""
-        device = self._target.model.mtp.main_proj.weight.device
-        nothing = torch.zeros(1, dtype=torch.long, device=device)
+        nothing = torch.zeros(1, dtype=torch.long, device=self.device)
         self.propose(nothing, nothing, {})
 
     def confidence(self, proposal: Proposal, anchors: Tensor) -> Tensor:

@@ -31,11 +31,13 @@ class DSparkRunner:
     """
 
     drafter: Any
+    hooks = HOOKS
+    upstream = "vllm"  # package of the runner that is overridden
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         if drafts_with_dspark(vllm_config.speculative_config):
-            for name, arguments in HOOKS.items():
-                require_method(type(self), name, arguments)
+            for name, arguments in self.hooks.items():
+                require_method(type(self), name, arguments, self.upstream)
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self._tables: dict[str, Tensor] = {}
         self._kept: dict[str, Tensor] = {}  # request -> probabilities [K, V] that its draft was drawn from
@@ -105,11 +107,17 @@ class DSparkRunner:
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Token ids drafted for each request of the batch; none for requests whose prompt is not finished."""
+        """vLLM's call: see ``draft_tokens``."""
         if not self.drafts:
             return super().propose_draft_token_ids(  # type: ignore[misc]
                 scheduler_output, sampled_token_ids, sampling_metadata, *args, **kwargs
             )
+        return self.draft_tokens(scheduler_output, sampled_token_ids, sampling_metadata)
+
+    def draft_tokens(
+        self, scheduler_output: Any, sampled_token_ids: list[list[int]], sampling_metadata: Any
+    ) -> list[list[int]]:
+        """Token ids drafted for each request of the batch; none for requests whose prompt is not finished."""
         batch, device = self.input_batch, self.device  # type: ignore[attr-defined]
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         gone = scheduler_output.preempted_req_ids or ()

@@ -5,21 +5,88 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ..spec_decode.proposer import DSparkProposer
 from ..spec_decode.runner import DSparkRunner
-from ..upstream import GPUModelRunner, NPUModelRunner, NPUWorker, kernel_warmup
+from ..upstream import (
+    GPUModelRunner,
+    NPUModelRunner,
+    NPUWorker,
+    get_dp_group,
+    kernel_warmup,
+    set_ascend_forward_context,
+)
 from .closing import ClosingWorker
 from .exchange import exchanged
 from .lookback import LookbackRunner
 from .report import log_operators
 
 
+#: As ``spec_decode.runner.HOOKS``, of vllm-ascend 0.30.0's V1 runner.
+HOOKS = {
+    "_build_attention_metadata": ("num_tokens", "num_reqs", "max_query_len"),
+    "_get_drafter": (),
+    "_get_spec_decode_draft_probs": ("spec_decode_metadata",),
+    "_input_fits_in_drafter": ("common_attn_metadata",),
+    "_model_forward": ("num_tokens_padded", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
+    "_prepare_lookback_token_ids": ("num_reqs",),
+    "_sample": ("logits", "spec_decode_metadata"),
+    "initialize_kv_cache_tensors": ("kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context"),
+    "propose_draft_token_ids": ("valid_sampled_token_ids", "sampling_metadata", "scheduler_output"),
+}
+
+
+class NpuProposer(DSparkProposer):
+    """Drafts in vllm-ascend's forward context, which chooses how experts' tokens are exchanged."""
+
+    def forward_context(self, tokens: int) -> Any:
+        """Of a pass over so many tokens here; other data-parallel ranks may have more."""
+        across = None
+        group = get_dp_group()
+        if group.world_size > 1:
+            across = torch.zeros(group.world_size, dtype=torch.int32)
+            across[group.rank_in_group] = tokens
+            dist.all_reduce(across, group=group.cpu_group)
+        return set_ascend_forward_context(
+            None, self.vllm_config, num_tokens=tokens, num_tokens_across_dp=across, model_instance=self._target
+        )
+
+    def dummy_run(self, num_tokens: int, is_profile: bool = False, **_: Any) -> None:
+        """vllm-ascend's call behind a dummy run of the target: while memory is measured, as many requests draft as may
+        come. (Idle steps of data-parallel ranks come through the worker.)"""
+        del num_tokens
+        if is_profile:
+            requests = self.vllm_config.scheduler_config.max_num_seqs
+            nothing = torch.zeros(requests, dtype=torch.long, device=self.device)
+            self.propose(nothing, nothing, {})
+
+
 class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ignore[misc]
     """Caches are laid out by vLLM's own planner: vllm-ascend's knows the layouts of its own models."""
 
+    hooks, upstream = HOOKS, "vllm_ascend"
+
     def _get_drafter(self) -> Any:
         """Ours, whose method vllm-ascend does not know."""
-        return DSparkProposer(self.vllm_config)
+        return NpuProposer(self.vllm_config)
+
+    def propose_draft_token_ids(
+        self, valid_sampled_token_ids: Any, sampling_metadata: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vllm-ascend's order of arguments."""
+        if self.drafts:
+            return self.draft_tokens(scheduler_output, valid_sampled_token_ids, sampling_metadata)
+        return NPUModelRunner.propose_draft_token_ids(
+            self, valid_sampled_token_ids, sampling_metadata, scheduler_output, *args, **kwargs
+        )
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream; dummy runs, captures among them, have no earlier tokens, but the same buffer."""
+        if self.lookback_token_ids is not None:
+            kwargs.setdefault("lookback_token_ids", self.lookback_token_ids.gpu)
+        return super()._model_forward(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As upstream, saying which operators serve."""

@@ -15,7 +15,8 @@ class Batch:
     """T tokens of R requests; tokens of a request stand together, in order.
 
     What is derived here has shapes that do not depend on data and reads nothing on the host: a graph that was captured
-    with it follows the two tensors. Requests of length 0 are padding; their tokens have negative positions.
+    with it follows the two tensors. Padding has negative positions: tokens of requests of length 0, and tokens behind
+    the last request.
     """
 
     query_start: Tensor  # [R + 1] int32, first token of each request, then the end
@@ -43,7 +44,8 @@ class Batch:
         """[T] int64, of each token in its request."""
         token = torch.arange(self.tokens, device=self.lengths.device)
         behind = self.query_start[1:] - self.lengths  # a request's first position would be token number this
-        return token - behind.long().index_select(0, self.request)
+        inside = token < self.query_start[-1]
+        return torch.where(inside, token - behind.long().index_select(0, self.request), -1)
 
     @cached_property
     def last(self) -> Tensor:

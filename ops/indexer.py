@@ -33,7 +33,8 @@ def int8_index_keys(device_type: str) -> bool:
 def quantize_index(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., d] -> codes int8 [..., d], scale float16 [...]: absmax / 127 of each vector, kept in FP16.
 
-    Codes are made with the float32 scale. Source: vllm-ascend 0.30.0rc2 ``indexer.py``, ``quantize_indexer_query``.
+    Codes are made with the float32 scale, as vllm-ascend 0.30.0rc2 makes those of keys (``models/deepseek_v41/
+    indexer.py``); those of queries it makes with the rounded one, which moves codes at ties.
     """
     f = x.float()
     scale = f.abs().amax(-1, keepdim=True) / INT8_MAX

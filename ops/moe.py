@@ -12,14 +12,24 @@ from .w8a8 import quantize_per_token, w8a8_matmul
 
 
 @operator
-def route(logits: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """Experts of every token: logits [T, E] float32, bias [E] or [T, E] float32.
+def route(
+    logits: Tensor,
+    bias: Tensor,
+    topk: int,
+    scaling: float,
+    image: Tensor | None = None,
+    image_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Experts of every token: logits [T, E] float32, bias [E] float32; for tokens with ``image`` [T] not 0 it is
+    ``image_bias`` [E].
 
     score = sqrt(softplus(logit)); the ``topk`` experts with the largest score + bias are chosen
     (ties: smallest index); their scores without bias, normalised to sum 1 and times ``scaling``, are
     the weights. Returns weights [T, topk] float32, ids [T, topk] int32. Source: spec section 3.8.
     """
     scores = F.softplus(logits.float()).sqrt()
+    if image is not None and image_bias is not None:
+        bias = torch.where(image[:, None] != 0, image_bias, bias)
     ids = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :topk]
     weights = scores.gather(1, ids)
     return weights / (weights.sum(1, keepdim=True) + 1e-20) * scaling, ids.int()

@@ -38,8 +38,8 @@ def sparse_attention(
     q: [T, heads, d]; window_cache: [blocks, per_block, d] with row ``position``; window_table: [R, blocks] int32;
     window: tokens seen, the query's own included; sink: [heads] float32, adds ``exp(sink)`` to the denominator and
     nothing to the sum; compressed_cache, compressed_table: the same for rows of ``ratio`` tokens each, of which
-    ``selected`` [T, k] int32 (-1 padded) are read. Returns [T, heads, d] in q's dtype, computed in float32; zeros for
-    padding. Source: spec section 3.3.
+    ``selected`` [T, k] int32 (-1 padded) are read. Returns [T, heads, d] in q's dtype, computed in float32; what
+    padding gets is of no use. Source: spec section 3.3.
     """
     out = torch.zeros_like(q)
     for t in range(len(q)):

@@ -12,6 +12,7 @@ from ..sparse_attention import block_attention, sparse_attention
 from . import plans
 
 WINDOW, LISTED = 4, 0  # mask modes
+LIST_WIDTH = 128  # lists of positions are as wide as a multiple of this, as vllm-ascend's are
 
 
 @sparse_attention.register("npu")
@@ -96,6 +97,8 @@ def _block_attention(
         softmax_scale=scale,
         cmp_ratio=0,
         ori_mask_mode=LISTED,
+        ori_win_left=window - 1,  # not used with listed positions, and refused when absent
+        ori_win_right=0,
         layout_q="TND",
         layout_kv="PA_BBND",
     )[0]
@@ -119,7 +122,8 @@ class _Listed:
         self.query_start = torch.arange(0, requests * size + 1, size, dtype=torch.int32, device=device)
         self.lengths = torch.full((requests,), self.touched * per_block + size, dtype=torch.int32, device=device)
         count = last - begin + 1
-        place = torch.arange(window + size, device=device)
+        width = -(-(window + size) // LIST_WIDTH) * LIST_WIDTH
+        place = torch.arange(width, device=device)
         stored = (begin - first * per_block)[:, None] + place
         drafted = self.touched * per_block + place - count[:, None]
         position = torch.where(place < count[:, None], stored, drafted)
@@ -135,9 +139,11 @@ class _Listed:
             batch_size=requests,
             max_seqlen_q=size,
             max_seqlen_ori_kv=self.touched * per_block + size,
-            ori_topk=window + size,
+            ori_topk=width,
             ori_topk_length=self.counts,
             ori_mask_mode=LISTED,
+            ori_win_left=window - 1,
+            ori_win_right=0,
             layout_q="TND",
             layout_kv="PA_BBND",
             has_ori_kv=True,

@@ -14,14 +14,28 @@ COUNTS = 1  # of group lists: rows of each expert, not their sums
 
 
 @route.register("npu")
-def _route(logits: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """A bias per token (image and text tokens have their own) goes by way of two rows: see ``reference``."""
-    if bias.dim() == 2:
-        return route.implementations["reference"](logits, bias, topk, scaling)
+def _route(
+    logits: Tensor,
+    bias: Tensor,
+    topk: int,
+    scaling: float,
+    image: Tensor | None = None,
+    image_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The kernel takes the other bias for a range of token ids: the flags are given for ids, 1 for the range."""
     weights, ids, _ = torch.ops._C_ascend.moe_gating_top_k_hash(
-        logits.contiguous(), topk, bias=bias, routed_scaling_factor=scaling, eps=1e-20, group_select_mode=1,
+        logits.contiguous(),
+        topk,
+        bias=bias,
+        input_ids=None if image is None else image.long(),
+        routed_scaling_factor=scaling,
+        eps=1e-20,
+        group_select_mode=1,
         norm_type=SQRT_SOFTPLUS,
-    )  # fmt: skip
+        bias_vl=image_bias,
+        image_sentinel_lo=1,
+        image_sentinel_count=1,
+    )
     return weights, ids
 
 
@@ -50,14 +64,46 @@ def _sorted(x: Tensor, ids: Tensor, first: int, experts: int, total: int, quanti
 
 
 def _combined(rows: Tensor, index: Tensor, weights: Tensor, whole: bool) -> Tensor:
-    """Weighted sums of each token's rows, in FP32; choices that went to experts elsewhere count nothing."""
+    """Weighted sums of each token's rows, in FP32; choices that went to experts elsewhere (index -1) count nothing.
+
+    Rows behind those of the local experts were never written: what stands there must not be NaN, times 0 or not.
+    """
     if not whole:
         weights = torch.where((index >= 0).view_as(weights), weights, 0)
-    summed: Tensor = torch_npu.npu_moe_token_unpermute(rows, index.abs(), probs=weights)
+        rows, index = rows.nan_to_num(), index.clamp_min(0)
+    summed: Tensor = torch_npu.npu_moe_token_unpermute(rows, index, probs=weights)
     return summed
 
 
-@moe_w8a8.register("npu", pack={1: to_nz, 2: per_channel, 3: to_nz, 4: per_channel})
+def second_scale(scale: Tensor) -> Tensor:
+    """Float32 [E, out, 1] -> [E, out], for ``second_product``: as BF16 where that loses nothing, as it is for what
+    ``dsv41 quantize`` writes."""
+    flat = per_channel(scale)
+    narrow = flat.bfloat16()
+    return narrow if torch.equal(narrow.float(), flat) else flat
+
+
+def second_product(
+    inner: Tensor, inner_scale: Tensor, w2: Tensor, w2_scale: Tensor, groups: Tensor, kind: int, dtype: torch.dtype
+) -> Tensor:
+    """Grouped INT8 product with both scales. CANN documents for A2 and A3: scales in BF16 give BF16, in FP32 FP16 (which
+    is finer, and wide enough for one expert's output); other pairs are for other chips (aclnnGroupedMatmulV4)."""
+    out_dtype = torch.float16 if w2_scale.dtype == torch.float32 and dtype == torch.bfloat16 else dtype
+    (out,) = torch_npu.npu_grouped_matmul(
+        [inner],
+        [w2],
+        scale=[w2_scale],
+        per_token_scale=[inner_scale],
+        group_list=groups,
+        group_list_type=kind,
+        split_item=2,
+        group_type=0,
+        output_dtype=out_dtype,
+    )
+    return out.to(dtype)  # type: ignore[no-any-return]
+
+
+@moe_w8a8.register("npu", pack={1: to_nz, 2: per_channel, 3: to_nz, 4: second_scale})
 def _moe_w8a8(
     x: Tensor,
     w13: Tensor,
@@ -70,22 +116,12 @@ def _moe_w8a8(
     first: int = 0,
     total: int = 0,
 ) -> Tensor:
-    """Weights packed: w13 [E, H, 2 I], w2 [E, I, H] FRACTAL_NZ; scales [E, 2 I], [E, H] float32."""
+    """Weights packed: w13 [E, H, 2 I], w2 [E, I, H] FRACTAL_NZ; scales [E, 2 I] float32, [E, H] of ``second_scale``."""
     rows, index, counts, scale = _sorted(x, ids, first, len(w13), total, quantized=True)
     inner, inner_scale, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(
         rows, w13, w13_scale, scale, counts.cumsum(0), swiglu_limit=limit
     )
-    (out,) = torch_npu.npu_grouped_matmul(
-        [inner],
-        [w2],
-        scale=[w2_scale],
-        per_token_scale=[inner_scale],
-        group_list=counts,
-        group_list_type=COUNTS,
-        split_item=2,
-        group_type=0,
-        output_dtype=x.dtype,
-    )
+    out = second_product(inner, inner_scale, w2, w2_scale, counts, COUNTS, x.dtype)
     return _combined(out, index, weights, total in (0, len(w13)))
 
 

@@ -93,7 +93,8 @@ class OpenGroupMetadataBuilder(RowMetadataBuilder):
     def place(self, metadata: RowMetadata) -> tuple[Tensor, Tensor]:
         batch = metadata.batch
         block = metadata.block_table[:, 0].index_select(0, batch.request)
-        kept = (batch.positions > batch.last - self.block_size) & (batch.positions >= 0)
+        # vLLM's slots say which tokens are none: padding, and idle steps, whose table may name a request's ring
+        kept = (batch.positions > batch.last - self.block_size) & (metadata.slot_mapping >= 0)
         return torch.where(kept, block, -1), (batch.positions % self.block_size).int()
 
 

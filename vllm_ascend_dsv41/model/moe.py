@@ -31,9 +31,8 @@ class Router(BaseRouter):  # type: ignore[misc]
     def _compute_routing(
         self, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        image = router_logits[:, -1:] > 0.5
-        bias = torch.where(image, self.gate.bias_vl, self.gate.bias)
-        weights, ids = route(router_logits[:, :-1], bias, self.top_k, self.scaling)
+        logits, image = router_logits[:, :-1], router_logits[:, -1]
+        weights, ids = route(logits, self.gate.bias, self.top_k, self.scaling, image, self.gate.bias_vl)
         return weights, ids if indices_type is None else ids.to(indices_type)
 
 

@@ -10,8 +10,18 @@ from .refusals import refuse, refuse_first, serves
 
 BLOCK_SIZES = (32, 64, 128)  # tokens of a block that the attention kernel's pages may hold
 #: Of vllm-ascend's --additional-config: what changes the path of the model and was not built for it.
-NOT_OURS = ("enable_dsa_cp", "enable_flashcomm1", "enable_shared_expert_dp", "mix_placement", "enable_force_eplb")
-NOT_OURS_EITHER = ("xlite_graph_config", "sparse_kv_offload_config", "finegrained_tp_config", "kvpp_config")
+NOT_OURS = (
+    "enable_dsa_cp",
+    "enable_flashcomm1",
+    "enable_force_eplb",
+    "enable_fused_mc2",
+    "enable_shared_expert_dp",
+    "finegrained_tp_config",
+    "kvpp_config",
+    "mix_placement",
+    "sparse_kv_offload_config",
+    "xlite_graph_config",
+)
 
 
 class NpuPlatform(NPUPlatform):  # type: ignore[misc]
@@ -35,6 +45,7 @@ class NpuPlatform(NPUPlatform):  # type: ignore[misc]
         refuse(vllm_config)
         _refuse(vllm_config)
         accept(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = False  # Engram looks back at generated tokens, on the host
         _keep_own_options(vllm_config)
         _choose_graphs(vllm_config)
         super().check_and_update_config(vllm_config)
@@ -51,7 +62,6 @@ def _refuse(vllm_config: Any) -> None:
     additional = vllm_config.additional_config or {}
     eplb = additional.get("eplb_config") or {}
     foreign = [name for name in NOT_OURS if additional.get(name)]
-    foreign += [name for name in NOT_OURS_EITHER if additional.get(name)]
     worker = parallel.worker_cls
     refuse_first(
         [
@@ -80,6 +90,11 @@ def _refuse(vllm_config: Any) -> None:
             (
                 cache.user_specified_block_size and cache.block_size not in BLOCK_SIZES,
                 f"--block-size {cache.block_size}: the attention kernel's pages hold {BLOCK_SIZES} tokens; use 128",
+            ),
+            (
+                parallel.distributed_executor_backend == "external_launcher",
+                "--distributed-executor-backend external_launcher: its idle steps pass by the draft, and ranks would "
+                "wait for each other; use mp",
             ),
             (
                 worker not in ("auto", "vllm_ascend_dsv41.worker.npu.NpuWorker"),

@@ -55,20 +55,18 @@ class _Scheme(AscendW8A8DynamicFusedMoEMethod):  # type: ignore[misc]
 
     def apply_gmm2(self, mlp_compute_input: Any, hidden_states: Tensor, act_out_scale: Tensor) -> Tensor:
         """As upstream, whose output has the dtype of its scales."""
-        import torch_npu
+        from ..ops.npu.moe import second_product
 
-        (out,) = torch_npu.npu_grouped_matmul(
-            [hidden_states],
-            [mlp_compute_input.layer.w2_weight],
-            scale=[mlp_compute_input.layer.w2_weight_scale],
-            per_token_scale=[act_out_scale],
-            split_item=2,
-            group_list_type=mlp_compute_input.group_list_type,
-            group_type=0,
-            group_list=mlp_compute_input.group_list,
-            output_dtype=self.in_dtype,
+        given = mlp_compute_input
+        return second_product(
+            hidden_states,
+            act_out_scale,
+            given.layer.w2_weight,
+            given.layer.w2_weight_scale,
+            given.group_list,
+            given.group_list_type,
+            self.in_dtype,
         )
-        return out  # type: ignore[no-any-return]
 
 
 class _FloatScheme(AscendUnquantizedFusedMoEMethod):  # type: ignore[misc]

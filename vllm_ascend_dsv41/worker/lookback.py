@@ -21,6 +21,8 @@ class LookbackRunner:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         depth = getattr(self.model, "token_lookback_depth", 0)  # type: ignore[attr-defined]
         if depth:
+            if self.use_async_scheduling:  # type: ignore[attr-defined]
+                raise RuntimeError("asynchronous scheduling hides generated tokens from Engram; it must be off")
             size = self.max_num_reqs, depth  # type: ignore[attr-defined]
             self.lookback_token_ids = self._make_buffer(*size, dtype=torch.int32)  # type: ignore[attr-defined]
 

@@ -27,12 +27,14 @@ from .report import log_operators
 #: As ``spec_decode.runner.HOOKS``, of vllm-ascend 0.30.0's V1 runner.
 HOOKS = {
     "_build_attention_metadata": ("num_tokens", "num_reqs", "max_query_len"),
+    "_dummy_run": ("num_tokens",),
     "_get_drafter": (),
     "_get_spec_decode_draft_probs": ("spec_decode_metadata",),
     "_input_fits_in_drafter": ("common_attn_metadata",),
     "_model_forward": ("num_tokens_padded", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
     "_prepare_lookback_token_ids": ("num_reqs",),
     "_sample": ("logits", "spec_decode_metadata"),
+    "capture_model": (),
     "initialize_kv_cache_tensors": ("kv_cache_config", "kernel_block_sizes", "kv_cache_allocation_context"),
     "propose_draft_token_ids": ("valid_sampled_token_ids", "sampling_metadata", "scheduler_output"),
 }
@@ -67,6 +69,7 @@ class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ign
     """Caches are laid out by vLLM's own planner: vllm-ascend's knows the layouts of its own models."""
 
     hooks, upstream = HOOKS, "vllm_ascend"
+    _capturing = 0
 
     def _get_drafter(self) -> Any:
         """Ours, whose method vllm-ascend does not know."""
@@ -93,6 +96,19 @@ class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ign
         super().load_model(*args, **kwargs)
         log_operators("npu")
 
+    def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, remembering the size for what a failed capture says."""
+        self._capturing = num_tokens
+        return super()._dummy_run(num_tokens, *args, **kwargs)
+
+    def capture_model(self) -> int:
+        """As upstream. Raises GraphCaptureError."""
+        try:
+            captured: int = super().capture_model()
+        except Exception as error:
+            raise GraphCaptureError(_what_failed(self, self._capturing)) from error
+        return captured
+
     def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's: one allocation, blocks of all layers in it. vllm-ascend's patch of what follows in it sets the
         layers' attribute and asks no layer how it reads its part."""
@@ -100,6 +116,21 @@ class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ign
         for name, cache in caches.items():
             self.compilation_config.static_forward_context[name].bind_kv_cache(cache)
         return caches
+
+
+class GraphCaptureError(RuntimeError):
+    """A decode step could not be captured: its size, the memory at that moment, and what to change."""
+
+
+def _what_failed(runner: Any, tokens: int) -> str:
+    free, total = (value / 2**30 for value in torch.npu.mem_get_info())
+    sizes = runner.vllm_config.compilation_config.cudagraph_capture_sizes
+    return (
+        f"the decode graph of {tokens} tokens could not be captured; {free:.2f} of {total:.2f} GiB of device memory were "
+        f"free. Sizes asked for: {sizes}. Less memory is taken by fewer sizes (--compilation-config "
+        '\'{"cudagraph_capture_sizes": [...]}\'), a smaller --max-num-seqs or a smaller --gpu-memory-utilization, which '
+        "leaves more beside the cache; --enforce-eager serves without graphs"
+    )
 
 
 class NpuWorker(ClosingWorker, NPUWorker):  # type: ignore[misc]

@@ -25,6 +25,8 @@ def npu_sparse_flash_mla_metadata(num_heads_q: int, num_heads_kv: int, head_dim:
             f"npu_sparse_flash_mla_metadata: layouts {options.get('layout_q')}, {options.get('layout_kv')}; "
             f"expected TND, PA_BBND"
         )
+    if options.get("ori_topk", 0) and min(options.get("ori_win_left", -1), options.get("ori_win_right", -1)) < 0:
+        raise ValueError("npu_sparse_flash_mla_metadata: listed positions need ori_win_left, ori_win_right >= 0")
     return torch.zeros(1024, dtype=torch.int32)
 
 
@@ -42,6 +44,8 @@ def _check(o: dict[str, Any]) -> None:
         "a window (mask mode 4) or indices (mask mode 0, no compressed cache)": o["ori_mask_mode"] == 4
         if o["ori_sparse_indices"] is None
         else o["ori_mask_mode"] == 0 and o["cmp_kv"] is None,
+        # op_host/sparse_flash_mla_tiling.cpp, A2 and A3: also where positions are listed
+        "ori_win_left and ori_win_right not negative": o["ori_win_left"] >= 0 and o["ori_win_right"] >= 0,
         "int32 tables and lengths": all(
             o[k] is None or o[k].dtype == torch.int32
             for k in (

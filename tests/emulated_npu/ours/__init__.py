@@ -1,0 +1,1 @@
+"""Our package's own model, worker and platform on the emulated device."""

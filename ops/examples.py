@@ -20,7 +20,7 @@ from .batch import Batch, Blocks
 @dataclass
 class Example:
     """Arguments of one call. ``mutated``: the argument that the call writes to, compared afterwards; ``kept``: memory
-    that an argument holds the address of."""
+    that an argument holds the address of; ``refused``: implementations that do not take this form."""
 
     operator: str
     title: str
@@ -28,6 +28,7 @@ class Example:
     kwargs: dict[str, Any] = field(default_factory=dict)
     mutated: int | None = None
     kept: tuple[Tensor, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 class _Maker:
@@ -158,11 +159,15 @@ def _attention(m: _Maker) -> Iterator[Example]:
         ("", (q, weights, keys, None, batch, key_table)),
         (", INT8", (q, weights, codes, scale, batch, key_table)),
     ):
-        yield Example("select_rows", f"one stage{kind}", (*index, 6, ratio))
-        yield Example("select_rows", f"all rows fit{kind}", (*index, 64, ratio))
-        yield Example("select_rows", f"publishing candidates{kind}", (*index, 6, ratio, 4, 3))
+        refused = () if kind else ("npu",)  # its indexer reads INT8 keys
         candidates = torch.tensor([0, 2, 3, -1], dtype=torch.int32, device=m.device).repeat(tokens, 1)
-        yield Example("select_rows", f"among candidates{kind}", (*index, 6, ratio, 4, 0, candidates))
+        for title, more in (
+            ("one stage", (6, ratio)),
+            ("all rows fit", (64, ratio)),
+            ("publishing candidates", (6, ratio, 4, 3)),
+            ("among candidates", (6, ratio, 4, 0, candidates)),
+        ):
+            yield Example("select_rows", f"{title}{kind}", (*index, *more), refused=refused)
     selected = torch.full((tokens, 9), -1, dtype=torch.int32, device=m.device)
     for t, count in enumerate(visible.tolist()):
         chosen = torch.randperm(count, generator=m.generator)[:7].sort().values

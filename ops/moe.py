@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import float_linear
-from .registry import operator
+from .registry import REFERENCE, operator
 from .w8a8 import quantize_per_token, w8a8_matmul
 
 
@@ -65,13 +67,27 @@ def moe_float(
     others are held elsewhere and add nothing here.
     Returns [T, H] in x's dtype, summed over experts in float32. Source: spec section 3.8.
     """
+    linear, act = float_linear.implementations[REFERENCE], swiglu.implementations[REFERENCE]
+    return _float_experts(x, w13, w2, weights, ids, limit, first, linear, act)
+
+
+def _float_experts(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, limit: float, first: int, linear: Any, act: Any
+) -> Tensor:
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     flat_weights = weights.flatten()[:, None]
     for expert, group in _hit_experts(ids, first, len(w13)):
         token = group // ids.shape[1]
-        inner = swiglu(float_linear(x[token], w13[expert]), limit, flat_weights[group])
-        result.index_add_(0, token, float_linear(inner, w2[expert]).float())
+        inner = act(linear(x[token], w13[expert]), limit, flat_weights[group])
+        result.index_add_(0, token, linear(inner, w2[expert]).float())
     return result.to(x.dtype)
+
+
+@moe_float.register("cpu")
+def _moe_float_cpu(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, limit: float, first: int = 0, total: int = 0
+) -> Tensor:
+    return _float_experts(x, w13, w2, weights, ids, limit, first, float_linear, swiglu)
 
 
 @operator
@@ -91,13 +107,38 @@ def moe_w8a8(
 
     w13 [E, 2 I, H], w2 [E, H, I] int8; w13_scale [E, 2 I, 1], w2_scale [E, H, 1] float32.
     """
+    parts = (op.implementations[REFERENCE] for op in (quantize_per_token, w8a8_matmul, swiglu))
+    return _int8_experts(x, (w13, w13_scale, w2, w2_scale), weights, ids, limit, first, *parts)
+
+
+def _int8_experts(
+    x: Tensor, stacks: Any, weights: Tensor, ids: Tensor, limit: float, first: int, quantize: Any, matmul: Any, act: Any
+) -> Tensor:
+    w13, w13_scale, w2, w2_scale = stacks
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    codes, scale = quantize_per_token(x)  # once, not once per expert
+    codes, scale = quantize(x)  # once, not once per expert
     flat_weights = weights.flatten()[:, None]
     for expert, group in _hit_experts(ids, first, len(w13)):
         token = group // ids.shape[1]
-        gate_up = w8a8_matmul(codes[token], scale[token], w13[expert], w13_scale[expert], x.dtype)
-        inner = swiglu(gate_up, limit, flat_weights[group])
-        y = w8a8_matmul(*quantize_per_token(inner), w2[expert], w2_scale[expert], x.dtype)
+        gate_up = matmul(codes[token], scale[token], w13[expert], w13_scale[expert], x.dtype)
+        inner = act(gate_up, limit, flat_weights[group])
+        y = matmul(*quantize(inner), w2[expert], w2_scale[expert], x.dtype)
         result.index_add_(0, token, y.float())
     return result.to(x.dtype)
+
+
+@moe_w8a8.register("cpu")
+def _moe_w8a8_cpu(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    limit: float,
+    first: int = 0,
+    total: int = 0,
+) -> Tensor:
+    stacks = w13, w13_scale, w2, w2_scale
+    return _int8_experts(x, stacks, weights, ids, limit, first, quantize_per_token, w8a8_matmul, swiglu)

@@ -13,8 +13,13 @@ NZ = 29  # ACL_FORMAT_FRACTAL_NZ: how the matrix unit reads INT8 weights without
 
 
 def to_nz(weight: Tensor) -> Tensor:
-    """[.., out, in] -> [.., in, out] in FRACTAL_NZ."""
+    """[.., out, in] -> [.., in, out] in FRACTAL_NZ. Raises RuntimeError where torch_npu left it row-major."""
     packed: Tensor = torch_npu.npu_format_cast(weight.transpose(-1, -2).contiguous(), NZ)
+    if torch_npu.get_npu_format(packed) != NZ:
+        raise RuntimeError(
+            f"a weight {list(weight.shape)} was not brought into FRACTAL_NZ: torch.npu.config.allow_internal_format is "
+            "off; vllm-ascend turns it on when its worker starts"
+        )
     return packed
 
 

@@ -92,8 +92,8 @@ def _main(model: str, preset: str, lengths: list[int], out: str, drafts: bool, f
         trace = engine.run(prompt, tokens if not free else None, free or STEPS + 1)
         hidden = trace.rows(trace.hidden, range(length)).float()
         logits[f"{length}.prefill"] = hidden @ head.t()
-        steps = free or STEPS
-        logits[f"{length}.decode"] = trace.rows(trace.logits, range(length, length + steps - 1))
+        steps = free - 1 if free else STEPS  # the first token comes from the prompt
+        logits[f"{length}.decode"] = trace.rows(trace.logits, range(length, length + steps))
         said["tokens"][str(length)], said["drafts"][str(length)] = trace.tokens, trace.drafts
     if "EMULATED_NPU" in os.environ:
         from emulated_npu import graphs as counted

@@ -29,8 +29,7 @@ def parallel(model: str, preset: str, tokens: int = 8, **options: Any) -> Result
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     llm = vllm.LLM(
         model=model,
-        **OPTIONS,
-        **options,
+        **{**OPTIONS, **options},
     )
     prompts = [{"prompt_token_ids": prompt_of(preset, n)[0]} for n in (17, 40)]
     parameters = vllm.SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=2, ignore_eos=True, detokenize=False)
@@ -58,9 +57,8 @@ async def _idle_ranks(model: str, preset: str, tokens: int, options: dict[str, A
 
     arguments = AsyncEngineArgs(
         model=model,
-        **OPTIONS,
         data_parallel_size=2,
-        **options,
+        **{**OPTIONS, **options},
     )
     llm = AsyncLLM.from_engine_args(arguments)
     prompts = [prompt_of(preset, n)[0] for n in (17, 40)]

@@ -87,13 +87,17 @@ class Attention(nn.Module):
         self.indexer = None
         arguments = (self.heads, config.head_dim, config.sliding_window)
         if plan.kv_source is None:
-            self.window.plans.add(("attention", *arguments, 0, 0))
+            self._plan_window(arguments)
         else:
             source = sources[plan.kv_source]
             self._rows.append(source.rows)
             source.rows.plans.add(("attention", *arguments, plan.ratio, config.index_topk))
             if plan.is_index_source:
                 self.indexer = Indexer(config, plan, source.keys, dtype, quant_config, f"{prefix}.indexer")
+
+    def _plan_window(self, arguments: tuple[int, int, int]) -> None:
+        """Attention over the window alone: what its kernel works out once per step."""
+        self.window.plans.add(("attention", *arguments, 0, 0))
 
     def _load_sink(self, parameter: Tensor, value: Tensor) -> None:
         first = get_tensor_model_parallel_rank() * self.heads

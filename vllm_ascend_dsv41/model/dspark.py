@@ -23,6 +23,9 @@ class DraftAttention(Attention):
     what is rejected leaves nothing behind, and drafting needs no slots beyond the verified tokens.
     """
 
+    def _plan_window(self, arguments: tuple[int, int, int]) -> None:
+        """Blocks are listed by position, and planned when they are drafted."""
+
     def observe(self, main: Tensor, step: Step, metadata: dict[str, Any]) -> None:
         """Store the rows of this step's tokens: main [T, D]."""
         rows = self.project(main, step.rope(compressed=False))[1]

@@ -31,6 +31,7 @@ class Traced:
     tokens: dict[str, list[int]]
     drafts: dict[str, list[tuple[int, list[int]]]]  # by length: position of the anchor, drafts behind it
     graphs: dict[str, int]
+    calls: list[dict[str, Any]]  # of the first prompt, by call of the worker: {"step", "lines", "counts"}
 
 
 def run(
@@ -42,11 +43,13 @@ def run(
     environment: dict[str, str] | None = None,
     drafts: bool = False,
     free: int = 0,
+    record: bool = False,
     **options: Any,
 ) -> Traced:
     """Traces in a fresh process; ``device`` "cpu": outside of the emulated environment, with the NPU's index keys.
 
-    free: tokens to generate untouched; 0: the golden ones are forced. options: of ``vllm.LLM``.
+    free: tokens to generate untouched; 0: the golden ones are forced. record: the device operators of the first prompt.
+    options: of ``vllm.LLM``.
     """
     variables = dict(os.environ)
     if device == "cpu":
@@ -62,6 +65,7 @@ def run(
         "out": str(out),
         "drafts": drafts,
         "free": free,
+        "record": record,
         "options": options,
     }
     done = subprocess.run(
@@ -73,10 +77,32 @@ def run(
     with safe_open(out, "pt") as file:
         said = json.loads(file.metadata()["said"])
         logits = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return Traced(logits, said["tokens"], said["drafts"], said["graphs"])
+    return Traced(logits, said["tokens"], said["drafts"], said["graphs"], said["calls"])
 
 
-def _main(model: str, preset: str, lengths: list[int], out: str, drafts: bool, free: int, options: Any) -> None:
+def _recorded(engine: Any) -> list[dict[str, Any]]:
+    """Records what each call of the worker runs on the device, from now on."""
+    from emulated_npu import recorder
+
+    calls: list[dict[str, Any]] = []
+
+    def recording(step: str, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with recorder.recording() as record:
+                result = method(*args, **kwargs)
+            calls.append({"step": step, "lines": record.lines, "counts": dict(record.counts)})
+            return result
+
+        return call
+
+    for name in ("execute_model", "sample_tokens"):
+        setattr(engine.worker, name, recording(name, getattr(engine.worker, name)))
+    return calls
+
+
+def _main(
+    model: str, preset: str, lengths: list[int], out: str, drafts: bool, free: int, record: bool, options: Any
+) -> None:
     from emulated_npu.peer.engine import DSPARK, Engine
     from emulated_npu.peer.measure import STEPS, head_of, prompt_of
     from safetensors.torch import save_file
@@ -86,7 +112,8 @@ def _main(model: str, preset: str, lengths: list[int], out: str, drafts: bool, f
     graphs = options.pop("graphs", False)
     engine = Engine(model, graphs=graphs, quantization="ascend", **options)
     head = head_of(model)
-    logits, said = {}, {"tokens": {}, "drafts": {}, "graphs": {}}
+    logits, said = {}, {"tokens": {}, "drafts": {}, "graphs": {}, "calls": []}
+    calls = _recorded(engine) if record else []
     for length in lengths:
         prompt, tokens = prompt_of(preset, length)
         trace = engine.run(prompt, tokens if not free else None, free or STEPS + 1)
@@ -94,6 +121,7 @@ def _main(model: str, preset: str, lengths: list[int], out: str, drafts: bool, f
         logits[f"{length}.prefill"] = hidden @ head.t()
         steps = free - 1 if free else STEPS  # the first token comes from the prompt
         logits[f"{length}.decode"] = trace.rows(trace.logits, range(length, length + steps))
+        said["calls"] = said["calls"] or list(calls)
         said["tokens"][str(length)], said["drafts"][str(length)] = trace.tokens, trace.drafts
     if "EMULATED_NPU" in os.environ:
         from emulated_npu import graphs as counted

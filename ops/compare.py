@@ -64,7 +64,9 @@ def _deviation(found: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 def _bound(operator: Operator[..., Any], result: Tensor, dtype: torch.dtype) -> float:
     if not result.is_floating_point():
-        return 1.0 / 127 if operator.name in ("quantize_per_token", "quantize_index") else 0.0  # a tie may round either way
+        return (
+            1.0 / 127 if operator.name in ("quantize_per_token", "quantize_index") else 0.0
+        )  # a tie may round either way
     if result.dtype == torch.float16:
         return 2.0**-10
     if operator.name == "moe_w8a8" and dtype == torch.bfloat16:

@@ -63,8 +63,8 @@ def moe_float(
     """Sum of the chosen experts, unquantised.
 
     x: [T, H]; w13: [E, 2 I, H], gate rows then up rows; w2: [E, H, I]; weights: [T, k] float32;
-    ids: [T, k] integers; limit: SwiGLU clamp. The stacks are experts ``first`` .. ``first + E - 1`` of ``total`` (0: E);
-    others are held elsewhere and add nothing here.
+    ids: [T, k] integers; limit: SwiGLU clamp. The stacks are experts ``first`` .. ``first + E - 1`` of ``total`` (0:
+    E); others are held elsewhere and add nothing here.
     Returns [T, H] in x's dtype, summed over experts in float32. Source: spec section 3.8.
     """
     linear, act = float_linear.implementations[REFERENCE], swiglu.implementations[REFERENCE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -42,6 +43,17 @@ def test_selftest(capsys):
     out = capsys.readouterr().out
     assert "sparse_attention" in out
     assert "0 failed" in out
+
+
+def test_selftest_of_some_operators(capsys):
+    assert main(["selftest", "--ops", "rms_norm,route", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {line["operator"] for line in said["operators"]} == {"rms_norm"}  # route has its reference alone here
+    assert all(line["passed"] for line in said["operators"])
+    assert main(["selftest", "--ops", "rms_norm,softmax"]) == 1
+    assert "--ops softmax: no such operator; there are apply_rope" in capsys.readouterr().err
+    assert main(["selftest", "--device", "npu"]) == 1
+    assert "--device npu: " in capsys.readouterr().err
 
 
 def test_selftest_fails_when_an_operator_is_wrong(monkeypatch, capsys):

@@ -97,7 +97,8 @@ def _demo(args: argparse.Namespace) -> int:
 def _selftest(args: argparse.Namespace) -> int:
     from .deploy.selftest import selftest
 
-    return selftest(args.device, args.seed)
+    only = [name for name in args.ops.split(",") if name] if args.ops else ()
+    return selftest(args.device, args.seed, only, args.json)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     selftest = commands.add_parser("selftest", help="compare every operator implementation with its reference")
     selftest.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     selftest.add_argument("--seed", type=int, default=0)
+    selftest.add_argument("--ops", metavar="NAME,NAME", help="these operators only (default: all, and the device)")
+    selftest.add_argument("--json", action="store_true", help="the results as JSON on standard output")
     selftest.set_defaults(run=_selftest)
     return parser
 

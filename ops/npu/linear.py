@@ -53,7 +53,5 @@ def _quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 @w8a8_matmul.register("npu", pack={2: to_nz, 3: per_channel})
 def _w8a8_matmul(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """weight packed: [in, out] FRACTAL_NZ; weight_scale packed: [out] float32."""
-    y: Tensor = torch_npu.npu_quant_matmul(
-        codes, weight, weight_scale, pertoken_scale=scale[:, 0], output_dtype=dtype
-    )
+    y: Tensor = torch_npu.npu_quant_matmul(codes, weight, weight_scale, pertoken_scale=scale[:, 0], output_dtype=dtype)
     return y

@@ -86,8 +86,9 @@ def second_scale(scale: Tensor) -> Tensor:
 def second_product(
     inner: Tensor, inner_scale: Tensor, w2: Tensor, w2_scale: Tensor, groups: Tensor, kind: int, dtype: torch.dtype
 ) -> Tensor:
-    """Grouped INT8 product with both scales. CANN documents for A2 and A3: scales in BF16 give BF16, in FP32 FP16 (which
-    is finer, and wide enough for one expert's output); other pairs are for other chips (aclnnGroupedMatmulV4)."""
+    """Grouped INT8 product with both scales. CANN documents for A2 and A3: scales in BF16 give BF16, in FP32 FP16
+    (which is finer, and wide enough for one expert's output); other pairs are for other chips (aclnnGroupedMatmulV4).
+    """
     out_dtype = torch.float16 if w2_scale.dtype == torch.float32 and dtype == torch.bfloat16 else dtype
     (out,) = torch_npu.npu_grouped_matmul(
         [inner],

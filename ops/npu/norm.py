@@ -36,7 +36,15 @@ def _hc_pre(
     streams: Tensor, pre: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, post, comb, own = torch.ops._C_ascend.npu_hc_pre_v3(
-        streams, fn, scale, base, pre, hc_mult=streams.shape[1], hc_sinkhorn_iters=iterations, norm_eps=norm_eps, hc_eps=eps
+        streams,
+        fn,
+        scale,
+        base,
+        pre,
+        hc_mult=streams.shape[1],
+        hc_sinkhorn_iters=iterations,
+        norm_eps=norm_eps,
+        hc_eps=eps,
     )
     return x, own, post, comb
 

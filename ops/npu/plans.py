@@ -10,7 +10,7 @@ from ..batch import Batch
 
 def make(batch: Batch, kind: str, *arguments: int) -> Tensor:
     """See ``ops.plan``: int32 [1024]."""
-    return {"attention": _attention, "index": _index}[kind](batch, *arguments)
+    return _attention(batch, *arguments) if kind == "attention" else _index(batch, *arguments)
 
 
 def get(batch: Batch, kind: str, *arguments: int) -> Tensor:

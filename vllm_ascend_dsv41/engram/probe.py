@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from . import limits
 from .acl import Acl
-from .memory import HUGE_PAGE, HostMemory, give_back, take
+from .memory import HUGE_PAGE, HostMemory, PinnedMemory, PrivateMemory, give_back, take
 from .sharding import TableShard
 from .storage import RegisteredTable, part_bytes
 
@@ -20,6 +21,13 @@ Allocate = Callable[[int, int], HostMemory]
 
 class HostReadError(RuntimeError):
     """The device reads something else than the host wrote."""
+
+
+def private_memory(size: int, block: int, acl: Acl | None) -> HostMemory:
+    """A process's own memory, of the kind that this kernel lets CANN register (``acl`` None: none is)."""
+    if acl is not None and not limits.maps_anonymous_memory():
+        return PinnedMemory(size, block, acl)
+    return PrivateMemory(size, block)
 
 
 def probe(acl: Acl, device: torch.device, allocate: Allocate) -> None:

@@ -23,15 +23,13 @@ from .memory import (
     EngramMemoryError,
     HostMemory,
     MappedMemory,
-    PinnedMemory,
-    PrivateMemory,
     SharedMemory,
     give_back,
     take,
 )
 from .options import EngramOptionError, EngramOptions
 from .peers import Peers
-from .probe import probe
+from .probe import private_memory, probe
 from .sharding import TableShard
 from .storage import DeviceTable, HostTable, RegisteredTable, Table, block_rows, part_bytes
 
@@ -160,21 +158,16 @@ class EngramTables:
         logger.info("Engram: CANN %s, Linux %s", runtime.version(), os.uname().release)
         for warning in limits.registration_warnings(self.nbytes):
             logger.warning("Engram: %s", warning)
-        probe(runtime, self._place.device, lambda size, block: self._private(size, block, runtime))
+        probe(runtime, self._place.device, lambda size, block: private_memory(size, block, runtime))
         logger.info("Engram: %s has read 2 MiB of host memory as they are", self._place.device)
         return runtime
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def _private(self, size: int, block: int, acl: Acl | None) -> HostMemory:
-        if acl is not None and not limits.maps_anonymous_memory():
-            return PinnedMemory(size, block, acl)
-        return PrivateMemory(size, block)
-
     def _memory(self, what: str, size: int, block: int) -> HostMemory:
         sharing, everyone = self._place.sharing, self._place.everyone
         if sharing is None:
-            return everyone.together(what, lambda: self._private(size, block, self._acl))
+            return everyone.together(what, lambda: private_memory(size, block, self._acl))
         own = everyone.together(what, lambda: SharedMemory(size, block) if self._writes else None)
         try:
             handle = sharing.exchange(None if own is None else own.handle, what)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,7 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
         own = metadata[self.window.prefix]
         scatter_rows(self.window.kv_cache, kv, own.slots)
-        batch, compressed = own.batch, ()
+        batch, compressed = own.batch, cast("tuple[Any, ...]", ())
         if self._rows:
             rows = self._rows[0]
             meta = metadata[rows.prefix]

@@ -34,9 +34,7 @@ class DraftAttention(Attention):
     def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
         blocks, tables = metadata["blocks"], metadata["tables"]
         table = tables[self.window.prefix]
-        return block_attention(
-            q, kv, blocks, self.window.kv_cache, table, self.window_size, self.attn_sink, self.scale
-        )
+        return block_attention(q, kv, blocks, self.window.kv_cache, table, self.window_size, self.attn_sink, self.scale)
 
 
 class Draft(nn.Module):

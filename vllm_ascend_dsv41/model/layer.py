@@ -35,7 +35,7 @@ class HyperConnection(nn.Module):
         self.iterations, self.eps, self.norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
 
     def forward(self, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """streams [T, hc, D], pre [T, hc] of the sublayer before -> input [T, D], pre, post [T, hc], comb [T, hc, hc]."""
+        """streams [T, hc, D], pre [T, hc] of the sublayer before -> its input [T, D], pre, post, comb [T, hc, hc]."""
         return hc_pre(streams, pre, self.fn, self.scale, self.base, self.iterations, self.eps, self.norm_eps)
 
 

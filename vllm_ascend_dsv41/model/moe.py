@@ -56,7 +56,9 @@ class SharedExpert(nn.Module):
         hidden, inner, self.limit = config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
         common = {"bias": False, "quant_config": quant_config}
         # named, and returning biases, as vllm-ascend expects it, which overlaps the parts with the routed experts'
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], prefix=f"{prefix}.gate_up_proj", **common)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [inner, inner], prefix=f"{prefix}.gate_up_proj", **common
+        )
         self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", reduce_results=False, **common)
 
     def act_fn(self, gate_up: Tensor) -> Tensor:

@@ -25,10 +25,9 @@ def _sees_npu() -> bool:
     """Whether torch_npu and vllm-ascend are installed and a device is there. Initialises none."""
     if find_spec("torch_npu") is None or find_spec("vllm_ascend") is None:
         return False
-    import torch
-    import torch_npu  # noqa: F401  it adds torch.npu
+    import torch_npu
 
-    return bool(torch.npu.device_count() > 0)
+    return bool(torch_npu.npu.device_count() > 0)
 
 
 def select() -> str | None:

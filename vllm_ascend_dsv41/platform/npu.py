@@ -74,7 +74,7 @@ def _refuse(vllm_config: Any) -> None:
                 "model runner V2: drafts and Engram history are built for V1; set VLLM_USE_V2_MODEL_RUNNER=0",
             ),
             (
-                parallel.enable_eplb or eplb.get("dynamic_eplb") or eplb.get("expert_map_path"),
+                bool(parallel.enable_eplb or eplb.get("dynamic_eplb") or eplb.get("expert_map_path")),
                 "--enable-eplb, eplb_config: experts stay where the checkpoint's order puts them; leave it out",
             ),
             (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class _MoE(FusedMoEMethodBase):  # type: ignore[misc]
     """Expert stacks ``w13`` [E, 2 I, H] and ``w2`` [E, H, I] of this rank, under TP or EP."""
 
     operator: Operator[..., Tensor]
-    packed: dict[int, str]  # argument of the operator -> parameter
+    packed: ClassVar[dict[int, str]]  # argument of the operator -> parameter
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: our operators are called directly, not vLLM's modular kernels."""
@@ -87,7 +87,7 @@ class W8A8DynamicMoE(_MoE):
     """W8A8_DYNAMIC: int8 stacks with float32 scales per output channel."""
 
     operator = moe_w8a8
-    packed = {1: "w13_weight", 2: "w13_weight_scale", 3: "w2_weight", 4: "w2_weight_scale"}
+    packed: ClassVar = {1: "w13_weight", 2: "w13_weight_scale", 3: "w2_weight", 4: "w2_weight_scale"}
 
     def weight_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
         return torch.int8

@@ -23,7 +23,6 @@ from .exchange import exchanged
 from .lookback import LookbackRunner
 from .report import log_operators
 
-
 #: As ``spec_decode.runner.HOOKS``, of vllm-ascend 0.30.0's V1 runner.
 HOOKS = {
     "_build_attention_metadata": ("num_tokens", "num_reqs", "max_query_len"),
@@ -75,7 +74,7 @@ class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ign
         """Ours, whose method vllm-ascend does not know."""
         return NpuProposer(self.vllm_config)
 
-    def propose_draft_token_ids(
+    def propose_draft_token_ids(  # type: ignore[override]
         self, valid_sampled_token_ids: Any, sampling_metadata: Any, scheduler_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """vllm-ascend's order of arguments."""
@@ -123,13 +122,14 @@ class GraphCaptureError(RuntimeError):
 
 
 def _what_failed(runner: Any, tokens: int) -> str:
-    free, total = (value / 2**30 for value in torch.npu.mem_get_info())
+    npu: Any = torch.get_device_module("npu")
+    free, total = (value / 2**30 for value in npu.mem_get_info())
     sizes = runner.vllm_config.compilation_config.cudagraph_capture_sizes
     return (
-        f"the decode graph of {tokens} tokens could not be captured; {free:.2f} of {total:.2f} GiB of device memory were "
-        f"free. Sizes asked for: {sizes}. Less memory is taken by fewer sizes (--compilation-config "
-        '\'{"cudagraph_capture_sizes": [...]}\'), a smaller --max-num-seqs or a smaller --gpu-memory-utilization, which '
-        "leaves more beside the cache; --enforce-eager serves without graphs"
+        f"the decode graph of {tokens} tokens could not be captured; {free:.2f} of {total:.2f} GiB of device memory "
+        f"were free. Sizes asked for: {sizes}. Less memory is taken by fewer sizes (--compilation-config "
+        "'{\"cudagraph_capture_sizes\": [...]}'), a smaller --max-num-seqs or a smaller --gpu-memory-utilization, "
+        "which leaves more beside the cache; --enforce-eager serves without graphs"
     )
 
 

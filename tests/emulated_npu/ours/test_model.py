@@ -53,9 +53,7 @@ def test_w8a8_in_graphs_with_tables_in_device_memory(converted, tmp_path):
     """Against the golden logits, and bit-equal to eager steps with tables in registered host memory."""
     model, lengths = converted("a", "w8a8"), (17, 130)
     eager = run(model, "a", lengths, tmp_path / "eager")
-    graphs = run(
-        model, "a", lengths, tmp_path / "graphs", graphs=True, engram_config={"cpu_offload": False}
-    )
+    graphs = run(model, "a", lengths, tmp_path / "graphs", graphs=True, engram_config={"cpu_offload": False})
     within(graphs, "a", lengths, "exact-fp32")
     assert all((graphs.logits[key] == value).all() for key, value in eager.logits.items())
     assert graphs.graphs["captures"] == 3

@@ -74,7 +74,9 @@ def test_what_is_refused_and_what_is_set(converted, monkeypatch):
         with pytest.raises(Exception, match="model runner V2"):
             configured(model)
     config = configured(
-        model, enforce_eager=False, additional_config={"dsv41": {"engram": {"chunk_mib": 2}}, "enable_cpu_binding": False}
+        model,
+        enforce_eager=False,
+        additional_config={"dsv41": {"engram": {"chunk_mib": 2}}, "enable_cpu_binding": False},
     )
     assert config.parallel_config.worker_cls == "vllm_ascend_dsv41.worker.npu.NpuWorker"
     assert config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"

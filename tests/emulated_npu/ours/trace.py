@@ -103,9 +103,10 @@ def _recorded(engine: Any) -> list[dict[str, Any]]:
 def _main(
     model: str, preset: str, lengths: list[int], out: str, drafts: bool, free: int, record: bool, options: Any
 ) -> None:
+    from safetensors.torch import save_file
+
     from emulated_npu.peer.engine import DSPARK, Engine
     from emulated_npu.peer.measure import STEPS, head_of, prompt_of
-    from safetensors.torch import save_file
 
     if drafts:
         options["speculative_config"] = {**DSPARK, **options.get("speculative_config", {})}

@@ -1,0 +1,82 @@
+"""What serving needs of an NPU beside its operators, each tried once on the device itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+
+
+@dataclass(frozen=True)
+class Check:
+    """``found``: what was seen, with numbers."""
+
+    name: str
+    passed: bool
+    found: str
+
+
+def prepare(device_type: str) -> None:
+    """Load what the adapters of a device call. Raises ImportError, RuntimeError."""
+    if device_type != "npu":
+        return
+    import torch_npu  # noqa: F401
+
+    from ..upstream import enable_custom_op
+
+    torch.npu.config.allow_internal_format = True  # as vllm-ascend's worker; weights stay row-major otherwise
+    if not enable_custom_op():
+        raise RuntimeError("vllm-ascend's extension could not be loaded; is vllm-ascend built for this chip?")
+
+
+def _formats(device: str) -> Check:
+    import torch_npu
+
+    from ..ops.npu.linear import NZ, to_nz
+
+    found = torch_npu.get_npu_format(to_nz(torch.ones(64, 128, dtype=torch.int8, device=device)))
+    return Check("INT8 weights in FRACTAL_NZ", found == NZ, f"format {int(found)}, expected {NZ}")
+
+
+def _graph(device: str) -> Check:
+    """A graph over persistent inputs, captured once and replayed with other data, against eager calls."""
+    generator = torch.Generator().manual_seed(0)
+    streams = torch.randn(6, 4, 256, generator=generator).bfloat16().to(device)
+    pre = torch.rand(6, 4, generator=generator).to(device)
+    fn, base = (torch.randn(*shape, generator=generator).to(device) * 0.1 for shape in ((24, 1024), (24,)))
+    scale, weight = torch.ones(3, device=device), torch.ones(256, device=device)
+
+    def step() -> torch.Tensor:
+        x, _, post, comb = ops.hc_pre(streams, pre, fn, scale, base, 20, 1e-6, 1e-20)
+        return ops.hc_expand(ops.rms_norm(x, weight, 1e-20), streams, post, comb)
+
+    step()  # kernels are loaded outside of the capture
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        captured = step()
+    worst = 0.0
+    for _ in range(3):
+        streams.copy_(torch.randn(6, 4, 256, generator=generator).bfloat16())
+        graph.replay()
+        torch.npu.synchronize()
+        worst = max(worst, float((captured.float() - step().float()).abs().max()))
+    return Check("a captured graph, replayed with other data", worst == 0.0, f"largest deviation from eager {worst:g}")
+
+
+def _host_memory(device: str) -> Check:
+    """Engram rows in host memory that the device reads: the probe that every server makes before it loads tables."""
+    from ..engram import Acl
+    from ..engram.probe import private_memory, probe
+
+    try:
+        acl = Acl()
+        probe(acl, torch.device(device), lambda size, block: private_memory(size, block, acl))
+    except (OSError, RuntimeError, ValueError) as error:
+        return Check("the device reads registered host memory", False, str(error).splitlines()[0])
+    return Check("the device reads registered host memory", True, "2 MiB, a row of every page")
+
+
+CHECKS: dict[str, tuple[Callable[[str], Check], ...]] = {"npu": (_formats, _graph, _host_memory)}

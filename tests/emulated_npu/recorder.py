@@ -78,10 +78,12 @@ def label_layers(model: torch.nn.Module, pattern: str = r"layers\.\d+$") -> None
     for name, module in model.named_modules():
         found = re.search(pattern, name)
         if found:
-            module.forward = _under(found.group(0), module.forward)  # type: ignore[method-assign]
+            module.forward = under(found.group(0), module.forward)  # type: ignore[method-assign]
 
 
-def _under(label: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+def under(label: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with what it runs counted under ``label``."""
+
     def run(*arguments: Any, **keywords: Any) -> Any:
         with labelled(label):
             return forward(*arguments, **keywords)

@@ -31,7 +31,7 @@ class Traced:
     tokens: dict[str, list[int]]
     drafts: dict[str, list[tuple[int, list[int]]]]  # by length: position of the anchor, drafts behind it
     graphs: dict[str, int]
-    calls: list[dict[str, Any]]  # of the first prompt, by call of the worker: {"step", "lines", "counts"}
+    calls: list[dict[str, Any]]  # of the first prompt, by call of the worker: {"step", "lines", "labels"}
 
 
 def run(
@@ -85,12 +85,15 @@ def _recorded(engine: Any) -> list[dict[str, Any]]:
     from emulated_npu import recorder
 
     calls: list[dict[str, Any]] = []
+    recorder.label_layers(engine.model, r"(layers|mtp)\.\d+$")
+    engine.model.forward = recorder.under("target", engine.model.forward)
 
     def recording(step: str, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with recorder.recording() as record:
                 result = method(*args, **kwargs)
-            calls.append({"step": step, "lines": record.lines, "counts": dict(record.counts)})
+            labels = {label: dict(counts) for label, counts in record.labels.items()}
+            calls.append({"step": step, "lines": record.lines, "labels": labels})
             return result
 
         return call

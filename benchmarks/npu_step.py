@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/npu_step.py --work DIR
 
-A checkpoint with the released plan of layers (40, sources, Engram, three draft stages) and small sizes runs eagerly on the
-emulated device: every call that it makes there is one operator, and a graph holds the same ones as the eager step. How long an
-operator takes cannot be seen here; the floor below is arithmetic from stated bandwidths.
+A checkpoint with the released plan of layers (40, sources, Engram, three draft stages) and small sizes runs eagerly on
+the emulated device: every call that it makes there is one operator, and a graph holds the same ones as the eager step.
+How long an operator takes cannot be seen here; the floor below is arithmetic from stated bandwidths.
 """
 
 from __future__ import annotations
@@ -110,7 +110,16 @@ def main() -> None:
     if not converted.exists():
         write_checkpoint(Sizes(**PLAN), args.work / "official")
         convert(args.work / "official", converted, Weights.W8A8)
-    traced = run(converted, "a", (17,), args.work / "trace.safetensors", drafts=True, record=True, max_num_seqs=1, num_gpu_blocks_override=256)
+    traced = run(
+        converted,
+        "a",
+        (17,),
+        args.work / "trace.safetensors",
+        drafts=True,
+        record=True,
+        max_num_seqs=1,
+        num_gpu_blocks_override=256,
+    )
     report(traced.calls)
     print("floor of a decode step, TP8/EP8, 32,768 tokens of context: bytes read, and the time at the stated bandwidth")
     for tokens in (1, 8, 48):

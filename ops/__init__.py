@@ -7,7 +7,7 @@ from .engram import DEAD, engram_inject, engram_lookup, engram_lookup_mapped, ha
 from .hyper_connections import hc_coefficients, hc_collapse, hc_expand, hc_pre
 from .indexer import int8_index_keys, quantize_index, select_rows, underflows
 from .linear import float_linear, grouped_linear
-from .moe import moe_float, moe_w8a8, route, swiglu
+from .moe import NEVER, moe_float, moe_w8a8, route, swiglu
 from .norm import rms_norm
 from .plan import plan
 from .registry import Operator, OperatorError, operators, overrides, report
@@ -17,6 +17,7 @@ from .w8a8 import quantize_channels, quantize_engram_rows, quantize_per_token, w
 
 __all__ = [
     "DEAD",
+    "NEVER",
     "Batch",
     "Blocks",
     "Operator",

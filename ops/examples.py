@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import indexer, rope
 from .batch import Batch, Blocks
+from .moe import NEVER
 
 
 @dataclass
@@ -118,8 +119,11 @@ def _hyper_connections(m: _Maker) -> Iterator[Example]:
 def _experts(m: _Maker) -> Iterator[Example]:
     logits, bias = m.f32(33, 16, scale=8.0), m.f32(16, scale=0.2)
     yield Example("route", "one bias", (logits, bias, 4, 1.5))
-    image = (torch.arange(33, device=m.device) % 3 == 1).float()
-    yield Example("route", "image tokens have a bias of their own", (logits, bias, 4, 1.5, image, m.f32(16)))
+    flagged, biases = logits.clone(), (bias.clone(), m.f32(16))
+    flagged[:, -1] = (torch.arange(33, device=m.device) % 3 == 1).float()
+    for each in biases:
+        each[-1] = NEVER
+    yield Example("route", "image tokens have a bias of their own", (flagged, biases[0], 4, 1.5, biases[1]))
     yield Example("route", "ties go to the smallest index", (torch.zeros_like(logits), torch.zeros_like(bias), 4, 1.5))
     yield Example("swiglu", "beyond the limit", (m.normal(9, 48, scale=20.0), 10.0))
     x, weights = m.normal(11, 32), m.f32(11, 4).abs()

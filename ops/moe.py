@@ -12,26 +12,25 @@ from .linear import float_linear
 from .registry import REFERENCE, operator
 from .w8a8 import quantize_per_token, w8a8_matmul
 
+NEVER = -1e30  # a bias that keeps a column of the logits from being chosen
+
 
 @operator
 def route(
-    logits: Tensor,
-    bias: Tensor,
-    topk: int,
-    scaling: float,
-    image: Tensor | None = None,
-    image_bias: Tensor | None = None,
+    logits: Tensor, bias: Tensor, topk: int, scaling: float, image_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Experts of every token: logits [T, E] float32, bias [E] float32; for tokens with ``image`` [T] not 0 it is
-    ``image_bias`` [E].
+    """Experts of every token: logits [T, E] float32, bias [E] float32.
+
+    With ``image_bias`` [E] the last column is no expert but a flag, not 0 for image tokens, whose bias that is; the
+    last entry of both biases is then ``NEVER``.
 
     score = sqrt(softplus(logit)); the ``topk`` experts with the largest score + bias are chosen
     (ties: smallest index); their scores without bias, normalised to sum 1 and times ``scaling``, are
     the weights. Returns weights [T, topk] float32, ids [T, topk] int32. Source: spec section 3.8.
     """
     scores = F.softplus(logits.float()).sqrt()
-    if image is not None and image_bias is not None:
-        bias = torch.where(image[:, None] != 0, image_bias, bias)
+    if image_bias is not None:
+        bias = torch.where(logits[:, -1:] != 0, image_bias, bias)
     ids = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :topk]
     weights = scores.gather(1, ids)
     return weights / (weights.sum(1, keepdim=True) + 1e-20) * scaling, ids.int()

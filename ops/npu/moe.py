@@ -15,19 +15,14 @@ COUNTS = 1  # of group lists: rows of each expert, not their sums
 
 @route.register("npu")
 def _route(
-    logits: Tensor,
-    bias: Tensor,
-    topk: int,
-    scaling: float,
-    image: Tensor | None = None,
-    image_bias: Tensor | None = None,
+    logits: Tensor, bias: Tensor, topk: int, scaling: float, image_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The kernel takes the other bias for a range of token ids: the flags are given for ids, 1 for the range."""
     weights, ids, _ = torch.ops._C_ascend.moe_gating_top_k_hash(
-        logits.contiguous(),
+        logits,
         topk,
         bias=bias,
-        input_ids=None if image is None else image.long(),
+        input_ids=None if image_bias is None else logits[:, -1].long(),
         routed_scaling_factor=scaling,
         eps=1e-20,
         group_select_mode=1,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layer_plan import LayerPlan
-from ..ops import route, swiglu
+from ..ops import NEVER, route, swiglu
 from ..upstream import BaseRouter, FusedMoEFactory, MergedColumnParallelLinear, RoutingMethodType, RowParallelLinear
-from .parameters import FloatMatrix, empty
+from .parameters import FloatMatrix, copy_into, empty
 
 
 class Router(BaseRouter):  # type: ignore[misc]
@@ -31,21 +31,40 @@ class Router(BaseRouter):  # type: ignore[misc]
     def _compute_routing(
         self, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        logits, image = router_logits[:, :-1], router_logits[:, -1]
-        weights, ids = route(logits, self.gate.bias, self.top_k, self.scaling, image, self.gate.bias_vl)
+        weights, ids = route(router_logits, self.gate.bias_text, self.top_k, self.scaling, self.gate.bias_image)
         return weights, ids if indices_type is None else ids.to(indices_type)
 
 
 class Gate(FloatMatrix):
-    """Router logits in float32, with one more column that marks image tokens."""
+    """Router logits in float32, with one more column that marks image tokens.
+
+    The matrix has a row of zeros for that column, and the biases an entry that is never chosen: nothing is to be put
+    together or taken apart in a step.
+    """
+
+    bias_text: Tensor
+    bias_image: Tensor
 
     def __init__(self, hidden_size: int, experts: int) -> None:
-        super().__init__(hidden_size, experts, torch.float32)  # not widened again in every step
+        super().__init__(hidden_size, experts + 1, torch.float32)  # float32: not widened again in every step
         self.bias, self.bias_vl = empty(experts), empty(experts)
+        for name in ("bias_text", "bias_image"):
+            self.register_buffer(name, torch.full((experts + 1,), NEVER, dtype=torch.float32), persistent=False)
+
+    def _load(self, parameter: Tensor, value: Tensor, part: int = 0) -> None:
+        copy_into(parameter[:-1], value)
+        parameter.data[-1].zero_()
+
+    def after_loading(self) -> None:
+        """Fill the biases as ``route`` reads them."""
+        self.bias_text[:-1].copy_(self.bias)
+        self.bias_image[:-1].copy_(self.bias_vl)
 
     def logits(self, x: Tensor, image: Tensor) -> Tensor:
         """x [T, D], image [T] bool -> [T, experts + 1] float32."""
-        return torch.cat((self(x, torch.float32), image[:, None].float()), dim=1)
+        logits: Tensor = self(x, torch.float32)
+        logits[:, -1] = image
+        return logits
 
 
 class SharedExpert(nn.Module):

@@ -79,4 +79,17 @@ def _host_memory(device: str) -> Check:
     return Check("the device reads registered host memory", True, "2 MiB, a row of every page")
 
 
-CHECKS: dict[str, tuple[Callable[[str], Check], ...]] = {"npu": (_formats, _graph, _host_memory)}
+def _index_weights(device: str) -> Check:
+    """The indexer multiplies FP16 weights by FP16 query scales: of ordinary activations nothing may become 0, and what
+    does must be seen here."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(64, 32, 128, generator=generator).bfloat16().to(device)
+    weights = torch.randn(64, 32, generator=generator).to(device) * (128 * 32) ** -0.5
+    ordinary, tiny = ops.underflows(q, weights), ops.underflows(q * 2**-10, weights * 2**-10)
+    found = (
+        f"{ordinary} of {weights.numel()} products of ordinary size became 0, {tiny} of those a million times smaller"
+    )
+    return Check("FP16 index weights times query scales", ordinary == 0 and tiny > 0, found)
+
+
+CHECKS: dict[str, tuple[Callable[[str], Check], ...]] = {"npu": (_formats, _graph, _index_weights, _host_memory)}

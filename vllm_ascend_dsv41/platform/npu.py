@@ -25,12 +25,13 @@ NOT_OURS = (
 
 
 class NpuPlatform(NPUPlatform):  # type: ignore[misc]
-    """Chosen where torch_npu sees a device. Other models are served as vllm-ascend's platform does."""
+    """Chosen where torch_npu sees a device. Other models go the way of vllm-ascend's platform, but its own quantisation
+    method ``ascend`` and its models are not there: servers of other models leave this plugin out of VLLM_PLUGINS."""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Called before vLLM reads its options. vllm-ascend names its own quantisation method ``ascend`` here: ours
-        follows, and leaves other models to it."""
+        takes its place."""
         from .register import register_quantization
 
         super().pre_register_and_update(parser)

@@ -70,7 +70,13 @@ class AscendConfig(QuantizationConfig):  # type: ignore[misc]
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Check the checkpoint completely and read its labels, before any process loads data."""
-        del hf_config, revision
+        del revision
+        kind = getattr(hf_config, "model_type", "deepseek_v41")
+        if not kind.startswith("deepseek_v41"):
+            raise CheckpointError(
+                f"--quantization ascend: {model_name} is a {kind} model; the dsv41 plugin serves deepseek_v41 only. "
+                "Leave dsv41 out of VLLM_PLUGINS: vllm-ascend's own platform serves others"
+            )
         if identify(model_name) is not Layout.ASCEND:
             raise CheckpointError(
                 f"--quantization ascend: {model_name} is in the official layout; convert it: dsv41 quantize SRC DST"

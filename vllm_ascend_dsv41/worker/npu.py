@@ -91,8 +91,14 @@ class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ign
         return super()._model_forward(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream, saying which operators serve."""
+        """As upstream, saying which operators serve. Raises RuntimeError for vllm-ascend's own DeepSeek-V4.1."""
         super().load_model(*args, **kwargs)
+        model = type(self.get_model())
+        if model.__module__.startswith("vllm_ascend.models.deepseek_v41"):
+            raise RuntimeError(
+                f"vLLM built {model.__module__}.{model.__name__}: vllm-ascend's plugin ascend_model was loaded behind "
+                "dsv41; leave ascend_model out of VLLM_PLUGINS, as `dsv41 serve` does"
+            )
         log_operators("npu")
 
     def _dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ def test_selftest_of_the_device(capsys):
     assert main(["selftest", "--device", "npu", "--json"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len({line["operator"] for line in said["operators"]}) >= 22
-    assert [check["passed"] for check in said["checks"]] == [True] * 3
+    assert [check["passed"] for check in said["checks"]] == [True] * 4
     assert main(["selftest", "--device", "npu:7"]) == 1
     assert "--device npu:7: " in capsys.readouterr().err
 

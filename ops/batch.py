@@ -33,6 +33,10 @@ class Batch:
         """R."""
         return len(self.lengths)
 
+    def to_host(self) -> Batch:
+        """The same on the CPU."""
+        return Batch(self.query_start.cpu(), self.lengths.cpu(), self.tokens, self.longest, self.furthest)
+
     @cached_property
     def request(self) -> Tensor:
         """[T] int64, ascending."""
@@ -74,6 +78,10 @@ class Blocks:
     last: Tensor  # [R] int64, position of the last stored token
     size: int  # K
     derived: dict[Hashable, object] = field(default_factory=dict)
+
+    def to_host(self) -> Blocks:
+        """The same on the CPU."""
+        return Blocks(self.last.cpu(), self.size)
 
     @cached_property
     def request(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ class Comparison:
     absolute: float
     error: float
     bound: float
+    refused: str = ""  # what the implementation said instead of a result
 
     @property
     def passed(self) -> bool:
-        """Within the bound; NaN is not."""
-        return self.error <= self.bound
+        """Within the bound; NaN is not, and no result is not."""
+        return not self.refused and self.error <= self.bound
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -45,9 +46,22 @@ def _run(op: Operator[..., Any], name: str, example: Example) -> list[Tensor]:
     args, function = op.packed(copy.deepcopy(example.args), name), op.implementations[name]
     result = function(*args, **example.kwargs)
     found = [args[example.mutated]] if example.mutated is not None else _tensors(result)
-    if op.name == "select_rows":  # in any order, padding last
+    found = [result.cpu() for result in found]  # compared on the host: devices lack float64
+    if op.name == "select_rows":  # in any order, but padding last: what reads them stops at the first -1
+        if any(bool(((rows < 0).int().diff(dim=1) < 0).any()) for rows in found):
+            raise ValueError("select_rows: a selected row stands behind padding")
         found = [rows.sort(descending=True).values for rows in found]
     return found
+
+
+def _on_host(value: Any) -> Any:
+    """Arguments for the reference, which is the yardstick and runs on the host, whatever the device."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return tuple(_on_host(item) for item in value)
+    move = getattr(value, "to_host", None)
+    return value if move is None else move()
 
 
 def _deviation(found: Tensor, wanted: Tensor) -> tuple[float, float]:
@@ -82,15 +96,27 @@ def compare(seed: int = 0, device: str = "cpu", only: Collection[str] = ()) -> I
             op = declared[example.operator]
             if only and op.name not in only:
                 continue
-            wanted = _run(op, REFERENCE, example)
+            wanted = _run(op, REFERENCE, replace(example, args=_on_host(example.args), kwargs=example.kwargs))
             op.selection(device.partition(":")[0])  # a device's implementations register when it is first asked for
             for name in op.implementations:
                 if name not in (REFERENCE, device.partition(":")[0]) or name in example.refused:
                     continue
-                found = _run(op, name, example)
-                absolute, error, bound = 0.0, 0.0, 0.0
-                for one, other in zip(found, wanted, strict=True):
-                    step = _deviation(one, other)
-                    absolute, error = max(absolute, step[0]), max(error, step[1])
-                    bound = max(bound, _bound(op, other, dtype))
-                yield Comparison(op.name, name, example.title, dtype, absolute, error, bound)
+                if name == REFERENCE and device != "cpu":
+                    continue  # it ran on the host
+                yield _compared(op, name, example, wanted, dtype)
+
+
+def _compared(
+    op: Operator[..., Any], name: str, example: Example, wanted: list[Tensor], dtype: torch.dtype
+) -> Comparison:
+    absolute, error, bound = 0.0, 0.0, 0.0
+    try:
+        found = _run(op, name, example)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as refusal:
+        said = str(refusal).strip().splitlines() or [type(refusal).__name__]
+        return Comparison(op.name, name, example.title, dtype, torch.inf, torch.inf, bound, said[0])
+    for one, other in zip(found, wanted, strict=True):
+        step = _deviation(one, other)
+        absolute, error = max(absolute, step[0]), max(error, step[1])
+        bound = max(bound, _bound(op, other, dtype))
+    return Comparison(op.name, name, example.title, dtype, absolute, error, bound)

@@ -185,6 +185,38 @@ def _attention(m: _Maker) -> Iterator[Example]:
     yield Example("block_attention", "windows shorter and longer", (*drafted, window, window_table, 12, *own[5:]))
 
 
+def _released_heads(m: _Maker) -> Iterator[Example]:
+    """Head sizes, window, selection and blocks as released, which kernels of NPUs are made for: few tokens, BF16."""
+    if m.dtype != torch.bfloat16:
+        return
+    heads, dim, index_heads, index_dim, window, topk, per_block = 16, 512, 32, 128, 128, 512, 128
+    start = torch.tensor([0, 3, 4], dtype=torch.int32, device=m.device)
+    lengths = torch.tensor([1500, 131], dtype=torch.int32, device=m.device)
+    batch = Batch(start, lengths, 4, 3, 1500)
+    order = torch.randperm(31, generator=m.generator).int() + 1
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    table[0, :12], table[1, :2] = order[:12], order[12:14]
+    table = table.to(m.device)
+    caches = (m.normal(32, per_block, dim), m.normal(32, per_block, dim))
+    query, sink = m.normal(4, heads, dim), m.f32(heads)
+    own = (caches[0], table, window, sink, dim**-0.5)
+    yield Example("sparse_attention", "released heads, window only", (query, batch, *own))
+    q, weights = m.normal(4, index_heads, index_dim), m.f32(4, index_heads) * 0.02
+    for ratio in (1, 2):
+        keys = m.normal(32, per_block // ratio, index_dim)
+        codes, scale = indexer.quantize_index.implementations["reference"](keys)
+        index = (q, weights, codes, scale, batch, table, topk, ratio)
+        yield Example("select_rows", f"released heads, ratio {ratio}", index)
+        chosen = indexer.select_rows.implementations["reference"](
+            q.cpu(), weights.cpu(), codes.cpu(), scale.cpu(), batch.to_host(), table.cpu(), topk, ratio
+        )[0]
+        rows = caches[1][:, : per_block // ratio]
+        compressed = (rows, table, chosen.to(m.device), ratio)
+        yield Example("sparse_attention", f"released heads, rows of {ratio}", (query, batch, *own, *compressed))
+    drafted = m.normal(10, heads, dim), m.normal(10, dim), Blocks(lengths.long() - 1, 5)
+    yield Example("block_attention", "released heads", (*drafted, *own))
+
+
 def _engram(m: _Maker) -> Iterator[Example]:
     ngrams = m.integers(0, 300, 13, 4)
     ngrams[2, 1] = ngrams[5, 0] = ngrams[6, 2:] = -1
@@ -212,6 +244,7 @@ _FAMILIES: tuple[Callable[[_Maker], Iterator[Example]], ...] = (
     _experts,
     _caches,
     _attention,
+    _released_heads,
     _engram,
 )
 

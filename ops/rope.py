@@ -45,6 +45,10 @@ class Rotation:
         self.cos, self.sin = cos, sin
         self.dim = 2 * cos.shape[1]
 
+    def to_host(self) -> Rotation:
+        """The same on the CPU."""
+        return Rotation(self.cos.cpu(), self.sin.cpu())
+
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, 1, dim], every angle twice: as kernels read them that rotate neighbours."""

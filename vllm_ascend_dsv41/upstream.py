@@ -101,6 +101,7 @@ ASCEND_NAMES = {
     "FusedExpertsResult": "vllm_ascend.ops.fused_moe.moe_comm_method",
     "MoECommType": "vllm_ascend.ascend_forward_context",
     "_EXTRA_CTX": "vllm_ascend.ascend_forward_context",
+    "adapt_patch": "vllm_ascend.utils",
     "enable_custom_op": "vllm_ascend.utils",
     "set_ascend_forward_context": "vllm_ascend.ascend_forward_context",
     "kernel_warmup": "vllm_ascend.model_executor.warmup",

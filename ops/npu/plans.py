@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch_npu
 from torch import Tensor
 
 from ..batch import Batch
@@ -17,6 +18,8 @@ def get(batch: Batch, kind: str, *arguments: int) -> Tensor:
     """That of this step, made now unless the metadata came with it."""
     key = (kind, *arguments)
     if key not in batch.plans:
+        if torch_npu.npu.is_current_stream_capturing():
+            raise RuntimeError(f"{key} was not planned with the step's metadata: a graph would replay this step's plan")
         batch.plans[key] = make(batch, kind, *arguments)
     return batch.plans[key]
 

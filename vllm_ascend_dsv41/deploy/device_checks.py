@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,11 +24,11 @@ def prepare(device_type: str) -> None:
     """Load what the adapters of a device call. Raises ImportError, RuntimeError."""
     if device_type != "npu":
         return
-    import torch_npu  # noqa: F401
+    import torch_npu
 
     from ..upstream import enable_custom_op
 
-    torch.npu.config.allow_internal_format = True  # as vllm-ascend's worker; weights stay row-major otherwise
+    torch_npu.npu.config.allow_internal_format = True  # as vllm-ascend's worker; weights stay row-major otherwise
     if not enable_custom_op():
         raise RuntimeError("vllm-ascend's extension could not be loaded; is vllm-ascend built for this chip?")
 
@@ -54,14 +55,15 @@ def _graph(device: str) -> Check:
         return ops.hc_expand(ops.rms_norm(x, weight, 1e-20), streams, post, comb)
 
     step()  # kernels are loaded outside of the capture
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    npu: Any = torch.get_device_module("npu")
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
         captured = step()
     worst = 0.0
     for _ in range(3):
         streams.copy_(torch.randn(6, 4, 256, generator=generator).bfloat16())
         graph.replay()
-        torch.npu.synchronize()
+        npu.synchronize()
         worst = max(worst, float((captured.float() - step().float()).abs().max()))
     return Check("a captured graph, replayed with other data", worst == 0.0, f"largest deviation from eager {worst:g}")
 

@@ -15,6 +15,9 @@ from .device_checks import CHECKS, Check, prepare
 
 
 def _line(result: Comparison) -> str:
+    if result.refused:
+        dtype = str(result.dtype).removeprefix("torch.")
+        return f"{result.operator:20} {result.implementation:10} {dtype:9} REFUSED {result.title}: {result.refused}"
     verdict = "ok" if result.passed else "FAILED"
     dtype = str(result.dtype).removeprefix("torch.")
     return (
@@ -29,8 +32,9 @@ def _as_json(result: Comparison) -> dict[str, Any]:
         "implementation": result.implementation,
         "example": result.title,
         "dtype": str(result.dtype).removeprefix("torch."),
-        "max_abs": result.absolute,
-        "max_rel": result.error,
+        "max_abs": None if result.refused else result.absolute,
+        "max_rel": None if result.refused else result.error,
+        "refused": result.refused,
         "bound": result.bound,
         "passed": result.passed,
     }

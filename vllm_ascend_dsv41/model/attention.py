@@ -128,8 +128,9 @@ class Attention(nn.Module):
         return weight if weight.dim() == 3 else weight.unflatten(0, (self.groups, self.low_rank))
 
     def after_loading(self) -> None:
-        """Bring ``wo_a`` into the layout that its operator reads."""
-        self.wo_a.weight.data = grouped_linear.pack(1, self._wo_a().data)
+        """Bring ``wo_a`` into the layout that its operator reads: once."""
+        if self.wo_a.weight.dim() == 2:
+            self.wo_a.weight.data = grouped_linear.pack(1, self._wo_a().data)
 
     def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
         own = metadata[self.window.prefix]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from ..ops import overrides
+from ..ops.registry import OVERRIDES
 from ..spec_decode.options import accept
 from ..upstream import NPUPlatform
 from .refusals import refuse, refuse_first, serves
@@ -15,13 +18,21 @@ NOT_OURS = (
     "enable_flashcomm1",
     "enable_force_eplb",
     "enable_fused_mc2",
+    "enable_kvpp",
     "enable_shared_expert_dp",
     "finegrained_tp_config",
-    "kvpp_config",
     "mix_placement",
+    "multistream_engram_overlap",
+    "multistream_overlap_shared_expert",
+    "profiling_chunk_config",
+    "recompute_scheduler_enable",
+    "rl_config",
     "sparse_kv_offload_config",
     "xlite_graph_config",
 )
+FLASHCOMM = "VLLM_ASCEND_ENABLE_FLASHCOMM1"
+#: Operators whose weights vllm-ascend's code reads, too, in the layout of the kernels.
+FIXED = ("moe_float", "moe_w8a8", "quantize_per_token", "swiglu", "w8a8_matmul")
 
 
 class NpuPlatform(NPUPlatform):  # type: ignore[misc]
@@ -63,6 +74,8 @@ def _refuse(vllm_config: Any) -> None:
     additional = vllm_config.additional_config or {}
     eplb = additional.get("eplb_config") or {}
     foreign = [name for name in NOT_OURS if additional.get(name)]
+    exchanged = overrides()
+    fixed = [name for name in FIXED if name in exchanged]
     worker = parallel.worker_cls
     refuse_first(
         [
@@ -82,6 +95,25 @@ def _refuse(vllm_config: Any) -> None:
                 bool(foreign),
                 f"--additional-config, {', '.join(foreign)}: changes how other models are divided or captured; not "
                 "built for DeepSeek-V4.1 here; leave it out",
+            ),
+            (
+                os.environ.get(FLASHCOMM, "0") not in ("", "0"),
+                f"{FLASHCOMM}: sequence parallelism is not built for DeepSeek-V4.1 here; unset it",
+            ),
+            (
+                bool(fixed),
+                f"{OVERRIDES}: {', '.join(fixed)}: on NPUs vllm-ascend's experts read the same weights; others can be "
+                "exchanged",
+            ),
+            (
+                bool(exchanged) and not vllm_config.model_config.enforce_eager,
+                f"{OVERRIDES}: references read the device from the host, which a graph does not allow; add "
+                "--enforce-eager",
+            ),
+            (
+                bool(vllm_config.model_config.enable_sleep_mode),
+                "--enable-sleep-mode: weights are brought into the kernels' layout once, when they are loaded; leave "
+                "it out",
             ),
             (
                 bool(vllm_config.engram_config) and vllm_config.engram_config.embedding_across_dp,

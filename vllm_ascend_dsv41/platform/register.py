@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import upstream
 from ..upstream import QUANTIZATION_METHODS, ModelRegistry, register_quantization_config
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
@@ -32,6 +33,8 @@ def register_all() -> None:
     from .engram_config import accept_engram_config
 
     if chosen == NPU:  # the quantisation method is registered by the platform, behind vllm-ascend's
+        # in every process: the scheduler's is one in which no platform option is read and no worker made
+        upstream.adapt_patch(is_global_patch=True)
         ModelRegistry.register_model(ASCEND_DRAFT, MODEL)
     else:
         register_quantization()

@@ -61,7 +61,8 @@ class NpuProposer(DSparkProposer):
         if is_profile:
             requests = self.vllm_config.scheduler_config.max_num_seqs
             nothing = torch.zeros(requests, dtype=torch.long, device=self.device)
-            self.propose(nothing, nothing, {})
+            drawn = torch.ones(requests, device=self.device) if self.probabilistic else None
+            self.propose(nothing, nothing, {}, drawn)
 
 
 class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ignore[misc]

@@ -43,6 +43,7 @@ REFUSED = [
     ({"engram_config": {"embedding_across_dp": True}}, "embedding_across_dp"),
     ({"additional_config": {"enable_dsa_cp": True}}, "enable_dsa_cp"),
     ({"additional_config": {"enable_fused_mc2": 1}}, "enable_fused_mc2"),
+    ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
     ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}, "enforce_eager": False}, "cudagraph_mode PIECEWISE"),
     ({"additional_config": {"dsv41": {"engram": {"chunk_mib": 3}}}}, "chunk_mib is 3"),
 ]
@@ -69,10 +70,15 @@ def test_what_is_refused_and_what_is_set(converted, monkeypatch):
         else:
             accepted.append((options, "accepted"))
     assert not accepted
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        with pytest.raises(Exception, match="model runner V2"):
-            configured(model)
+    for name, value, message in (
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "model runner V2"),
+        ("VLLM_ASCEND_ENABLE_FLASHCOMM1", "1", "sequence parallelism is not built"),
+        ("DSV41_OPS", "moe_w8a8=reference", "vllm-ascend's experts read the same weights"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(Exception, match=message):
+                configured(model)
     config = configured(
         model,
         enforce_eager=False,

@@ -191,6 +191,8 @@ def test_sparse_attention_as_golden():
         metadata=torch.zeros(1024, dtype=torch.int32),
         softmax_scale=float(u["softmax_scale"]),
         ori_mask_mode=0,
+        ori_win_left=15,
+        ori_win_right=0,
         layout_q="TND",
         layout_kv="PA_BBND",
     )

@@ -189,7 +189,7 @@ def test_loading_takes_little_memory_beside_the_table(tmp_path, cpu_offload):
 
 
 def test_data_of_another_size_are_refused_before_memory_is_taken(checkpoint, monkeypatch):
-    monkeypatch.setattr("vllm_ascend_dsv41.engram.tables.PrivateMemory", None)
+    monkeypatch.setattr("vllm_ascend_dsv41.engram.tables.private_memory", None)
     key = "layers.4.engram.embed.scale"
     place = checkpoint.locations[key]
     other = replace(
@@ -327,7 +327,7 @@ def test_closed_tables_are_not_looked_up(checkpoint):
 @pytest.mark.parametrize("limit", ["machine", "control_group"])
 def test_too_little_memory_is_noticed_before_any_is_taken(checkpoint, monkeypatch, limit):
     monkeypatch.setattr(limits, limit, lambda: limits.Available(10 << 20, "memory.max = 1"))
-    monkeypatch.setattr("vllm_ascend_dsv41.engram.tables.PrivateMemory", None)
+    monkeypatch.setattr("vllm_ascend_dsv41.engram.tables.private_memory", None)
     with pytest.raises(
         EngramMemoryError,
         match=r"1 ranks of this machine need 0.0 GiB.*there are 0.0 GiB \(memory.max = 1\).*dp_shared",

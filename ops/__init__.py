@@ -2,13 +2,14 @@
 
 from .batch import Batch, Blocks
 from .cache import gather_rows, paged_slots, scatter_rows
-from .compressor import pool_pairs
-from .engram import DEAD, engram_inject, engram_lookup, engram_lookup_mapped, hash_ngrams
+from .compressor import pool_open_groups, pool_pairs
+from .engram import DEAD, engram_inject, engram_lookup, engram_lookup_mapped, hash_ngrams, ngram_rows
 from .hyper_connections import hc_coefficients, hc_collapse, hc_expand, hc_pre
 from .indexer import int8_index_keys, quantize_index, select_rows, underflows
+from .latents import store_compressed, store_latents
 from .linear import float_linear, grouped_linear
 from .moe import NEVER, moe_float, moe_w8a8, route, swiglu
-from .norm import rms_norm
+from .norm import rms_norm, rms_norm_cast, rms_norm_quantize
 from .plan import plan
 from .registry import Operator, OperatorError, operators, overrides, report
 from .rope import Rotation, apply_rope, rope_frequencies, rope_rotation
@@ -39,10 +40,12 @@ __all__ = [
     "int8_index_keys",
     "moe_float",
     "moe_w8a8",
+    "ngram_rows",
     "operators",
     "overrides",
     "paged_slots",
     "plan",
+    "pool_open_groups",
     "pool_pairs",
     "quantize_channels",
     "quantize_engram_rows",
@@ -50,12 +53,16 @@ __all__ = [
     "quantize_per_token",
     "report",
     "rms_norm",
+    "rms_norm_cast",
+    "rms_norm_quantize",
     "rope_frequencies",
     "rope_rotation",
     "route",
     "scatter_rows",
     "select_rows",
     "sparse_attention",
+    "store_compressed",
+    "store_latents",
     "swiglu",
     "underflows",
     "w8a8_matmul",

@@ -34,6 +34,59 @@ def hash_ngrams(ngrams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Te
 
 
 @operator
+def ngram_rows(
+    ids: Tensor,
+    token_map: Tensor,
+    lookback: Tensor,
+    query_start: Tensor,
+    multipliers: Tensor,
+    primes: Tensor,
+    offsets: Tensor,
+    pad: int,
+) -> Tensor:
+    """``hash_ngrams`` of every token of a step.
+
+    ids: [T] token ids; token_map: [vocabulary] int64, compressed id of each, ``DEAD`` for images; lookback: [R or more,
+    n - 1] integers, ids before each request's first token of this step, newest first, -1 where there is none;
+    query_start: [R + 1] int32, first token of each request; the rest as ``hash_ngrams``. Tokens behind the last request
+    get rows without meaning. Returns [layers, T, (n - 1) heads] int64.
+    """
+    ngrams = ngrams_of(ids, token_map, lookback, query_start)
+    return hash_ngrams.implementations["reference"](ngrams, multipliers, primes, offsets, pad)
+
+
+def ngrams_of(ids: Tensor, token_map: Tensor, lookback: Tensor, query_start: Tensor) -> Tensor:
+    """Compressed ids [T, n] int64 of every token, its own and those before it, newest first."""
+    own = token_map.index_select(0, ids)
+    token, requests = torch.arange(len(ids), device=ids.device), len(query_start) - 1
+    request = (query_start[1:-1, None] <= token).sum(0)
+    before = lookback[:requests]
+    known = token_map.index_select(0, before.clamp_min(0).flatten()).view(before.shape)
+    # of each request: the ids before its first token, newest first; then of each token: its own and those before
+    before = torch.where(before >= 0, known, DEAD).index_select(0, request)
+    place = token - query_start.long().index_select(0, request)  # within this step
+    ngrams = [own]
+    for back in range(1, before.shape[1] + 1):
+        older = before.gather(1, (back - 1 - place).clamp(0, before.shape[1] - 1)[:, None])[:, 0]
+        ngrams.append(torch.where(place >= back, own.roll(back, 0), older))
+    return torch.stack(ngrams, 1)
+
+
+@ngram_rows.register("cpu")
+def _ngram_rows_cpu(
+    ids: Tensor,
+    token_map: Tensor,
+    lookback: Tensor,
+    query_start: Tensor,
+    multipliers: Tensor,
+    primes: Tensor,
+    offsets: Tensor,
+    pad: int,
+) -> Tensor:
+    return hash_ngrams(ngrams_of(ids, token_map, lookback, query_start), multipliers, primes, offsets, pad)
+
+
+@operator
 def engram_lookup(table: Tensor, scale: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a table: table [rows, dim] int8 or float; scale [rows, dim / group] float32 or None;
     ids [T, columns] int64, zeros for an id outside the table -> [T, columns, dim] in ``dtype``."""

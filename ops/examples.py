@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import indexer, rope
 from .batch import Batch, Blocks
+from .engram import DEAD
 from .moe import NEVER
 
 
@@ -85,6 +86,11 @@ def _elementary(m: _Maker) -> Iterator[Example]:
     yield Example("rms_norm", "ordinary", (m.normal(7, 96), m.f32(96), 1e-20))
     yield Example("rms_norm", "activations near 1e-8", (m.normal(7, 96, scale=1e-8), m.f32(96), 1e-20))
     yield Example("rms_norm", "no tokens", (m.normal(0, 96), m.f32(96), 1e-20))
+    for name in ("rms_norm_cast", "rms_norm_quantize"):
+        for title, weight in (("BF16 weight", m.f32(96).bfloat16().float()), ("float32 weight", m.f32(96))):
+            yield Example(name, title, (m.normal(7, 96), weight, 1e-20))
+            yield Example(name, f"{title}, activations near 1e-8", (m.normal(7, 96, scale=1e-8), weight, 1e-20))
+        yield Example(name, "no tokens", (m.normal(0, 96), m.f32(96), 1e-20))
     frequency = rope.rope_frequencies(16, 160000.0, 16.0, 32, 1, 4096).to(m.device)
     rotation = rope.rope_rotation(frequency, torch.tensor([0, 1, 63, 4096, 69999], device=m.device))
     for inverse in (False, True):
@@ -123,7 +129,10 @@ def _experts(m: _Maker) -> Iterator[Example]:
     flagged[:, -1] = (torch.arange(33, device=m.device) % 3 == 1).float()
     for each in biases:
         each[-1] = NEVER
-    yield Example("route", "image tokens have a bias of their own", (flagged, biases[0], 4, 1.5, biases[1]))
+    marked = (flagged, biases[0], 4, 1.5, biases[1])
+    yield Example("route", "image tokens have a bias of their own", marked)
+    flags = 1 - flagged[:, -1].long()  # where they are given, the column is not looked at
+    yield Example("route", "image tokens, flags given", (*marked, flags))
     yield Example("route", "ties go to the smallest index", (torch.zeros_like(logits), torch.zeros_like(bias), 4, 1.5))
     yield Example("swiglu", "beyond the limit", (m.normal(9, 48, scale=20.0), 10.0))
     x, weights = m.normal(11, 32), m.f32(11, 4).abs()
@@ -145,7 +154,43 @@ def _caches(m: _Maker) -> Iterator[Example]:
     yield Example("gather_rows", "with padding", (flat, slots))
     places = torch.tensor([[1, 1], [-1, 0], [2, 0], [0, 7]], dtype=torch.int32, device=m.device)
     yield Example("scatter_rows", "with padding", (flat.clone(), m.normal(4, 20), places), mutated=0)
+    yield from _latents(m, table)
+    for step in (m.batch(), Batch(m.batch().query_start, torch.tensor([3, 5, 90]).int().to(m.device), 11, 5, 90)):
+        ring, table = m.f32(4, 8, 48), torch.tensor([[2, 0], [3, 0], [1, 0]], dtype=torch.int32, device=m.device)
+        here = torch.arange(step.tokens, device=m.device)
+        arguments = (m.f32(step.tokens, 48), ring, table, step, torch.where(here < 9, here, -1))
+        title = f"{step.tokens - 9} tokens are padding"
+        yield Example("pool_open_groups", title, arguments)
+        yield Example("pool_open_groups", f"the rings, {title}", arguments, mutated=1)
     yield Example("pool_pairs", "ordinary", (m.f32(7, 48), m.f32(7, 48)))
+
+
+def _latents(m: _Maker, table: Tensor) -> Iterator[Example]:
+    """Two caches are written, of which one is compared: each of the two in an example of its own."""
+    tokens, width, index = 9, 40, 24
+    frequency = rope.rope_frequencies(16, 160000.0, 16.0, 32, 1, 4096).to(m.device)
+    rotation = rope.rope_rotation(frequency, m.integers(0, 70000, tokens))
+    slots = torch.tensor([9, -1, 16, 17, 40, -1, 23, 8, 31], device=m.device)
+    kv, weight = m.normal(tokens, 2 * width)[:, width:], m.f32(width)
+    window = torch.nan_to_num(m.cache(table, width, m.lengths))
+    given = (kv, weight, 1e-20, rotation)
+    yield Example("store_latents", "rows", (m.normal(tokens, 3, width), *given, window.clone(), slots), mutated=5)
+    yield Example("store_latents", "queries", (m.normal(tokens, 3, width), *given, window.clone(), slots.int()))
+    yield Example("store_latents", "rows alone", (None, *given, window.clone(), slots.int()), mutated=5)
+    yield Example("store_latents", "in order", (None, *given, m.normal(1, tokens, width), None), mutated=5)
+    rows, keys = torch.nan_to_num(m.cache(table, width, m.lengths)), torch.nan_to_num(m.cache(table, index, m.lengths))
+    latent, key, weight = m.normal(tokens, width), m.normal(tokens, index), m.f32(index)
+    codes = torch.zeros(m.blocks, m.per_block * index + 32, dtype=torch.int8, device=m.device)
+    codes = codes[:, : m.per_block * index].unflatten(1, (m.per_block, index))
+    scales = torch.zeros(m.blocks, m.per_block, dtype=torch.float16, device=m.device)
+    for ratio in (1, 2):
+        places = (rows.clone(), slots, keys.clone(), None, slots.roll(1), ratio)
+        common = (latent, key, weight, 1e-20, rotation)
+        yield Example("store_compressed", f"rows of {ratio}", (*common, *places), mutated=5)
+        yield Example("store_compressed", f"keys of {ratio}", (*common, *places), mutated=7)
+        places = (rows.clone(), slots, codes.clone(), scales.clone(), slots.roll(1), ratio)
+        yield Example("store_compressed", f"INT8 keys of {ratio}", (*common, *places), mutated=7)
+        yield Example("store_compressed", f"their scales, {ratio}", (*common, *places), mutated=8)
 
 
 def _attention(m: _Maker) -> Iterator[Example]:
@@ -224,6 +269,15 @@ def _engram(m: _Maker) -> Iterator[Example]:
     primes = torch.tensor([[[331, 337], [347, 349], [353, 359]]] * 2, device=m.device)
     flat = primes.flatten(1)
     yield Example("hash_ngrams", "with dead tokens", (ngrams, multipliers, primes, flat.cumsum(1) - flat, 2))
+    token_map = m.integers(0, 300, 50)
+    token_map[7] = DEAD
+    lookback = torch.tensor([[3, 7, 1], [-1, -1, -1], [9, 2, -1], [5, 5, 5]], dtype=torch.int32, device=m.device)
+    start = torch.tensor([0, 5, 6, 12], dtype=torch.int32, device=m.device)  # one token is padding
+    constants = (multipliers, primes, flat.cumsum(1) - flat, 2)
+    yield Example("ngram_rows", "with dead tokens", (m.integers(5, 9, 13), token_map, lookback, start, *constants))
+    yield Example(
+        "ngram_rows", "one request", (m.integers(0, 50, 4), token_map, lookback, start[:2] // 5 * 4, *constants)
+    )
     ids = m.integers(-3, 60, 13, 6)
     scale = torch.exp2(m.integers(-9, 2, 50, 2).float())
     yield Example("engram_lookup", "INT8, ids outside the shard", (m.int8(50, 64), scale, ids, m.dtype))

@@ -17,12 +17,17 @@ NEVER = -1e30  # a bias that keeps a column of the logits from being chosen
 
 @operator
 def route(
-    logits: Tensor, bias: Tensor, topk: int, scaling: float, image_bias: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor,
+    topk: int,
+    scaling: float,
+    image_bias: Tensor | None = None,
+    flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Experts of every token: logits [T, E] float32, bias [E] float32.
 
     With ``image_bias`` [E] the last column is no expert but a flag, not 0 for image tokens, whose bias that is; the
-    last entry of both biases is then ``NEVER``.
+    last entry of both biases is then ``NEVER``. ``flags`` [T] int64, 1 for image tokens, stands in for that column.
 
     score = sqrt(softplus(logit)); the ``topk`` experts with the largest score + bias are chosen
     (ties: smallest index); their scores without bias, normalised to sum 1 and times ``scaling``, are
@@ -30,7 +35,8 @@ def route(
     """
     scores = F.softplus(logits.float()).sqrt()
     if image_bias is not None:
-        bias = torch.where(logits[:, -1:] != 0, image_bias, bias)
+        image = logits[:, -1] if flags is None else flags
+        bias = torch.where(image[:, None] != 0, image_bias, bias)
     ids = torch.sort(scores + bias, dim=1, descending=True, stable=True).indices[:, :topk]
     weights = scores.gather(1, ids)
     return weights / (weights.sum(1, keepdim=True) + 1e-20) * scaling, ids.int()

@@ -98,7 +98,7 @@ def _selftest(args: argparse.Namespace) -> int:
     from .deploy.selftest import selftest
 
     only = [name for name in args.ops.split(",") if name] if args.ops else ()
-    return selftest(args.device, args.seed, only, args.json)
+    return selftest(args.device, args.seed, only, args.json, args.quick, args.ranks or 0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -163,6 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     selftest.add_argument("--seed", type=int, default=0)
     selftest.add_argument("--ops", metavar="NAME,NAME", help="these operators only (default: all, and the device)")
+    selftest.add_argument("--quick", action="store_true", help="without collectives and the tiny model: seconds")
+    selftest.add_argument("--ranks", type=_count, metavar="N", help="of the collectives (default: one per device)")
     selftest.add_argument("--json", action="store_true", help="the results as JSON on standard output")
     selftest.set_defaults(run=_selftest)
     return parser

@@ -9,6 +9,6 @@ from __future__ import annotations
 
 import torch_npu  # noqa: F401  its operators register themselves
 
-from . import attention, cache, compositions, engram, indexer, linear, moe, norm
+from . import attention, compositions, engram, indexer, latents, linear, moe, norm
 
-__all__ = ["attention", "cache", "compositions", "engram", "indexer", "linear", "moe", "norm"]
+__all__ = ["attention", "compositions", "engram", "indexer", "latents", "linear", "moe", "norm"]

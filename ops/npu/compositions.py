@@ -5,11 +5,8 @@ They read nothing on the host and their shapes do not depend on data, so that gr
 
 from __future__ import annotations
 
-from ..compressor import pool_pairs
-from ..engram import engram_inject, hash_ngrams
 from ..hyper_connections import hc_coefficients, hc_collapse
 from ..registry import REFERENCE
 
-for operator in (engram_inject, hash_ngrams, hc_coefficients, hc_collapse):
+for operator in (hc_coefficients, hc_collapse):
     operator.register("npu")(operator.implementations[REFERENCE])
-pool_pairs.register("npu")(pool_pairs.implementations["cpu"])

@@ -10,19 +10,26 @@ from ..moe import moe_float, moe_w8a8, route, swiglu
 from .linear import per_channel, to_nz
 
 SQRT_SOFTPLUS = 2  # norm_type of the gating kernel
-COUNTS = 1  # of group lists: rows of each expert, not their sums
+SUMS = 0  # of group lists: where the rows of each expert end, not how many they are
 
 
 @route.register("npu")
 def _route(
-    logits: Tensor, bias: Tensor, topk: int, scaling: float, image_bias: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor,
+    topk: int,
+    scaling: float,
+    image_bias: Tensor | None = None,
+    flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The kernel takes the other bias for a range of token ids: the flags are given for ids, 1 for the range."""
+    if image_bias is not None and flags is None:
+        flags = logits[:, -1].long()
     weights, ids, _ = torch.ops._C_ascend.moe_gating_top_k_hash(
         logits,
         topk,
         bias=bias,
-        input_ids=None if image_bias is None else logits[:, -1].long(),
+        input_ids=None if image_bias is None else flags,
         routed_scaling_factor=scaling,
         eps=1e-20,
         group_select_mode=1,
@@ -44,18 +51,19 @@ def _swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Ten
 
 
 def _sorted(x: Tensor, ids: Tensor, first: int, experts: int, total: int, quantized: bool) -> tuple[Tensor, ...]:
-    """-> rows [T k, H] by expert, where each choice went [T k], rows of each local expert, scale of each row."""
-    rows, index, counts, scale = torch_npu.npu_moe_init_routing_v2(
+    """-> rows [T k, H] by expert, where each choice went [T k], where the rows of each local expert end, scale of each
+    row."""
+    rows, index, ends, scale = torch_npu.npu_moe_init_routing_v2(
         x,
         ids.int(),
         active_num=ids.numel(),
         expert_num=total or experts,
-        expert_tokens_num_type=COUNTS,
+        expert_tokens_num_type=SUMS,
         expert_tokens_num_flag=True,
         active_expert_range=[first, first + experts],
         quant_mode=1 if quantized else -1,
     )
-    return rows, index, counts.long(), scale
+    return rows, index, ends.long(), scale
 
 
 def _combined(rows: Tensor, index: Tensor, weights: Tensor, whole: bool) -> Tensor:
@@ -113,11 +121,11 @@ def _moe_w8a8(
     total: int = 0,
 ) -> Tensor:
     """Weights packed: w13 [E, H, 2 I], w2 [E, I, H] FRACTAL_NZ; scales [E, 2 I] float32, [E, H] of ``second_scale``."""
-    rows, index, counts, scale = _sorted(x, ids, first, len(w13), total, quantized=True)
+    rows, index, ends, scale = _sorted(x, ids, first, len(w13), total, quantized=True)
     inner, inner_scale, _ = torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(
-        rows, w13, w13_scale, scale, counts.cumsum(0), swiglu_limit=limit
+        rows, w13, w13_scale, scale, ends, swiglu_limit=limit
     )
-    out = second_product(inner, inner_scale, w2, w2_scale, counts, COUNTS, x.dtype)
+    out = second_product(inner, inner_scale, w2, w2_scale, ends, SUMS, x.dtype)
     return _combined(out, index, weights, total in (0, len(w13)))
 
 
@@ -130,8 +138,8 @@ def _moe_float(
     x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, limit: float, first: int = 0, total: int = 0
 ) -> Tensor:
     """Weights packed: w13 [E, H, 2 I], w2 [E, I, H], row-major."""
-    rows, index, counts, _ = _sorted(x, ids, first, len(w13), total, quantized=False)
-    groups = {"group_list": counts, "group_list_type": COUNTS, "split_item": 2, "group_type": 0}
+    rows, index, ends, _ = _sorted(x, ids, first, len(w13), total, quantized=False)
+    groups = {"group_list": ends, "group_list_type": SUMS, "split_item": 2, "group_type": 0}
     (gate_up,) = torch_npu.npu_grouped_matmul([rows], [w13], **groups)
     (out,) = torch_npu.npu_grouped_matmul([swiglu(gate_up, limit)], [w2], **groups)
     return _combined(out, index, weights, total in (0, len(w13)))

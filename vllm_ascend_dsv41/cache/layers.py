@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import quantize_index, scatter_rows
 from ..upstream import (
     AttentionLayerBase,
     CircularBufferSpec,
@@ -117,15 +116,6 @@ class IndexKeyCache(CompressedCache):
             page = self.kv_cache.flatten(1)
             self.kv_cache = page[:, : rows * width].unflatten(1, (rows, width))
             self.key_scale = page[:, rows * width :].view(torch.float16)
-
-    def write(self, keys: Tensor, slots: Tensor) -> None:
-        """Store keys [T, width] at slots [T, 2]."""
-        if self.key_scale is None:
-            scatter_rows(self.kv_cache, keys, slots)
-            return
-        codes, scale = quantize_index(keys)
-        scatter_rows(self.kv_cache, codes, slots)
-        scatter_rows(self.key_scale[..., None], scale[:, None], slots)
 
 
 class OpenGroupCache(PagedCache):

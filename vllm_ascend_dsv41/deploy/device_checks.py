@@ -1,9 +1,11 @@
-"""What serving needs of an NPU beside its operators, each tried once on the device itself."""
+"""What serving needs of a device beside its operators, each tried once."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,4 +96,36 @@ def _index_weights(device: str) -> Check:
     return Check("FP16 index weights times query scales", ordinary == 0 and tiny > 0, found)
 
 
+def _exchange(device: str, ranks: int) -> Check:
+    """Collectives of as many processes as there are devices, or ``ranks``."""
+    from .collectives import CollectiveError, run
+
+    kind = torch.device(device).type
+    ranks = ranks or (2 if kind == "cpu" else torch.get_device_module(kind).device_count())
+    try:
+        return Check("collectives", True, run(kind, ranks))
+    except CollectiveError as error:
+        return Check("collectives", False, str(error))
+
+
+def _model(device: str, ranks: int) -> Check:
+    """A tiny model, converted, served and compared with the reference."""
+    from .demo import EQUAL_SHARE, NEAR_TIE, compare_with_reference
+    from .tiny_run import PROMPTS, TinyRunError, served
+
+    del ranks
+    with tempfile.TemporaryDirectory(prefix="dsv41-selftest-") as directory:
+        try:
+            checkpoint, tokens = served(torch.device(device).type, Path(directory))
+        except TinyRunError as error:
+            return Check("a tiny model, served", False, str(error))
+        compared = [compare_with_reference(checkpoint, p, t) for p, t in zip(PROMPTS, tokens, strict=True)]
+    equal, total = sum(c.equal for c in compared), sum(c.total for c in compared)
+    gap = max(c.worst_gap for c in compared)
+    found = f"{equal} of {total} greedy tokens are the reference's, the others within {gap:.2f} of its best logit"
+    return Check("a tiny model, served", gap <= NEAR_TIE and equal >= EQUAL_SHARE * total, found)
+
+
 CHECKS: dict[str, tuple[Callable[[str], Check], ...]] = {"npu": (_formats, _graph, _index_weights, _host_memory)}
+#: These start processes, and take minutes.
+SYSTEM_CHECKS: tuple[Callable[[str, int], Check], ...] = (_exchange, _model)

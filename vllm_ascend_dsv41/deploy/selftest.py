@@ -11,7 +11,7 @@ import torch
 
 from ..ops.compare import Comparison, compare
 from ..ops.registry import REFERENCE, operators
-from .device_checks import CHECKS, Check, prepare
+from .device_checks import CHECKS, SYSTEM_CHECKS, Check, prepare
 
 
 def _line(result: Comparison) -> str:
@@ -40,11 +40,18 @@ def _as_json(result: Comparison) -> dict[str, Any]:
     }
 
 
-def selftest(device: str = "cpu", seed: int = 0, only: Collection[str] = (), as_json: bool = False) -> int:
+def selftest(
+    device: str = "cpu",
+    seed: int = 0,
+    only: Collection[str] = (),
+    as_json: bool = False,
+    quick: bool = False,
+    ranks: int = 0,
+) -> int:
     """Print one line per implementation and example, then per check of the device. Returns 0 when all hold, else 1.
 
-    only: names of operators; the checks of the device are then left out. Raises ValueError for names and devices that
-    there are not.
+    only: names of operators; everything else is then left out. quick: no collectives, no model. ranks: processes that
+    exchange (0: one for each visible device, two on a CPU). Raises ValueError for names and devices that there are not.
     """
     kind = device.partition(":")[0]
     unknown = sorted(set(only) - {op.name for op in operators()})
@@ -58,6 +65,8 @@ def selftest(device: str = "cpu", seed: int = 0, only: Collection[str] = (), as_
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
     results = list(compare(seed, device, only))
     checks = [] if only else [check(device) for check in CHECKS.get(kind, ())]
+    if not only and not quick:
+        checks += [check(device, ranks) for check in SYSTEM_CHECKS]
     if as_json:
         compared = [_as_json(r) for r in results if r.implementation != REFERENCE]
         print(json.dumps({"device": device, "operators": compared, "checks": [vars(c) for c in checks]}))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import upstream
-from ..ops import DEAD, Batch, hash_ngrams
+from ..ops import DEAD, Batch, ngram_rows
 
 
 class EngramConfigError(ValueError):
@@ -80,15 +80,5 @@ class NgramHash(nn.Module):
     def forward(self, token_ids: Tensor, batch: Batch, lookback: Tensor) -> Tensor:
         """Rows of every token: token_ids [T]; lookback [R or more, n - 1] int32, the ids before each request's first
         token of this step, newest first, -1 where there is none. Returns [layers, T, columns] int64."""
-        ids = self.token_map.index_select(0, token_ids)
-        before = lookback[: batch.requests]
-        known = self.token_map.index_select(0, before.clamp_min(0).flatten()).view(before.shape)
-        # of each request: the ids before its first token, newest first; then of each token: its own and those before
-        before = torch.where(before >= 0, known, DEAD).index_select(0, batch.request)
-        token = torch.arange(len(ids), device=ids.device)
-        place = token - batch.query_start.long().index_select(0, batch.request)  # within this step
-        ngrams = [ids]
-        for back in range(1, self.orders):
-            older = before.gather(1, (back - 1 - place).clamp(0, self.orders - 2)[:, None])[:, 0]
-            ngrams.append(torch.where(place >= back, ids.roll(back, 0), older))
-        return hash_ngrams(torch.stack(ngrams, 1), self.multipliers, self.primes, self.offsets, self.pad)
+        constants = self.multipliers, self.primes, self.offsets, self.pad
+        return ngram_rows(token_ids, self.token_map, lookback, batch.query_start, *constants)

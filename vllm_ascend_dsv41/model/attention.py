@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..cache import CompressedCache, WindowCache
 from ..layer_plan import LayerPlan
-from ..ops import Rotation, apply_rope, grouped_linear, scatter_rows, sparse_attention
+from ..ops import Rotation, apply_rope, grouped_linear, sparse_attention, store_latents
+from ..quantization.linear import Quantized, takes_codes
 from ..upstream import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -19,7 +20,7 @@ from ..upstream import (
 )
 from .compressor import Compressor
 from .indexer import Indexer
-from .parameters import Norm, copy_into, empty
+from .parameters import Norm, QuantizingNorm, copy_into, empty
 from .step import Step
 
 
@@ -71,7 +72,6 @@ class Attention(nn.Module):
             return_bias=False,
             disable_tp=True,
         )
-        self.q_norm = Norm(config.q_lora_rank, config.rms_norm_eps)
         self.kv_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.wq_b = linear(ColumnParallelLinear, config.q_lora_rank, width, "wq_b")
         self.wo_a = linear(ColumnParallelLinear, width // config.o_groups, config.o_groups * config.o_lora_rank, "wo_a")
@@ -94,6 +94,10 @@ class Attention(nn.Module):
             source.rows.plans.add(("attention", *arguments, plan.ratio, config.index_topk))
             if plan.is_index_source:
                 self.indexer = Indexer(config, plan, source.keys, dtype, quant_config, f"{prefix}.indexer")
+        readers = [self.wq_b] if self.indexer is None else [self.wq_b, self.indexer.wq_b]
+        self.q_norm = (QuantizingNorm if takes_codes(*readers) else Norm)(config.q_lora_rank, config.rms_norm_eps)
+        #: Whether the input may be ``Quantized``: compressor and indexer read it as it is.
+        self.takes_codes = self.compressor is None and self.indexer is None and takes_codes(self.wqa_wkv)
 
     def _plan_window(self, arguments: tuple[int, int, int]) -> None:
         """Attention over the window alone: what its kernel works out once per step."""
@@ -103,22 +107,28 @@ class Attention(nn.Module):
         first = get_tensor_model_parallel_rank() * self.heads
         copy_into(parameter, value[first : first + self.heads])
 
-    def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> low-rank queries [T, q_lora_rank] and rows [T, head_dim], keys and values in one."""
+    def project(self, x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> low-rank queries [T, q_lora_rank] and rows [T, head_dim], keys and values in one, both before
+        their norms."""
         qr, kv = self.wqa_wkv(x).split([self.q_rank, self.head_dim], dim=-1)
-        return self.q_norm(qr), apply_rope(self.kv_norm(kv), rope)
+        return qr, kv
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        """x [T, D] -> [T, D]. All rows of the step are written before any is read: a request may hit
-        blocks that another one fills in the same step."""
+    def store(self, q: Tensor | None, kv: Tensor, rope: Rotation, cache: Tensor, slots: Tensor | None) -> Any:
+        """Rows [T, head_dim] go normalised and turned into a cache; queries [T, heads, head_dim] come back turned."""
+        return store_latents(q, kv, self.kv_norm.weight, self.kv_norm.eps, rope, cache, slots)
+
+    def forward(self, x: Any, step: Step) -> Tensor:
+        """x [T, D], or ``Quantized`` where ``takes_codes`` -> [T, D]. All rows of the step are written before any is
+        read: a request may hit blocks that another one fills in the same step."""
         rope = step.rope(self.compressed)
-        qr, kv = self.project(x, rope)
-        q = apply_rope(self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim)), rope)
+        qr, kv = self.project(x)
+        qr = self.q_norm(qr)
+        q = self.wq_b(qr).unflatten(-1, (self.heads, self.head_dim))
         if self.compressor is not None:
             self.compressor(x, step)
         if self.indexer is not None:
             self.indexer(x, qr, step)
-        mixed = q if step.metadata is None else self._attend(q, kv, step, step.metadata)
+        mixed = q if step.metadata is None else self._attend(q, kv, rope, step, step.metadata)
         groups = apply_rope(mixed, rope, inverse=True).flatten(1).unflatten(1, (self.groups, -1))
         return self.wo_b(grouped_linear(groups, self._wo_a()))
 
@@ -132,9 +142,9 @@ class Attention(nn.Module):
         if self.wo_a.weight.dim() == 2:
             self.wo_a.weight.data = grouped_linear.pack(1, self._wo_a().data)
 
-    def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, rope: Rotation, step: Step, metadata: dict[str, Any]) -> Tensor:
         own = metadata[self.window.prefix]
-        scatter_rows(self.window.kv_cache, kv, own.slots)
+        q = self.store(q, kv, rope, self.window.kv_cache, own.slot_mapping)
         batch, compressed = own.batch, cast("tuple[Any, ...]", ())
         if self._rows:
             rows = self._rows[0]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..cache import CompressedCache, IndexKeyCache, OpenGroupCache
 from ..layer_plan import LayerPlan
-from ..ops import apply_rope, gather_rows, int8_index_keys, pool_pairs, scatter_rows
+from ..ops import int8_index_keys, pool_open_groups, pool_pairs, store_compressed
 from .parameters import FloatMatrix, Norm
 from .step import Step
 
@@ -43,22 +43,16 @@ class Compressor(nn.Module):
         inputs = self.wkv_wgate(x, torch.float32)
         if step.metadata is None:
             return pool_pairs(inputs, inputs).to(x.dtype)
-        ring, meta = self.open_group.kv_cache, step.metadata[self.open_group.prefix]
-        batch, capacity = meta.batch, ring.shape[1]
-        # the token before a request's first was computed in an earlier step
-        before = batch.lengths - (batch.query_start[1:] - batch.query_start[:-1]) - 1
-        slots = torch.where(before >= 0, meta.block_table[:, 0].long() * capacity + before % capacity, -1)
-        earlier = gather_rows(ring, slots).index_select(0, batch.request)
-        previous = torch.where(batch.first[:, None], earlier, inputs.roll(1, 0))
-        scatter_rows(ring, inputs, meta.slots)
-        return pool_pairs(previous, inputs).to(x.dtype)
+        meta = step.metadata[self.open_group.prefix]
+        own = self.open_group.kv_cache, meta.block_table, meta.batch, meta.slot_mapping
+        return pool_open_groups(inputs, *own).to(x.dtype)
 
     def forward(self, x: Tensor, step: Step) -> None:
         """x [T, D], the attention's normalised input."""
         latent = self.norm(self._pool(x, step))
         rope = step.rope(compressed=True, ratio=self.ratio)
-        key = apply_rope(self.k_norm(self.wk(latent)), rope)  # from the latent before its own rotation
-        row = apply_rope(latent, rope)
+        key = self.wk(latent)  # from the latent before its own rotation
         if step.metadata is not None:
-            scatter_rows(self.rows.kv_cache, row, step.metadata[self.rows.prefix].slots)
-            self.keys.write(key, step.metadata[self.keys.prefix].slots)
+            rows, keys = (step.metadata[cache.prefix].slot_mapping for cache in (self.rows, self.keys))
+            norm, cache = (self.k_norm.weight, self.k_norm.eps), (self.keys.kv_cache, self.keys.key_scale)
+            store_compressed(latent, key, *norm, rope, self.rows.kv_cache, rows, *cache, keys, self.ratio)

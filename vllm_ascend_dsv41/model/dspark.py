@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..layer_plan import ModelPlan
-from ..ops import Blocks, block_attention, hc_collapse, scatter_rows
+from ..ops import Blocks, Rotation, block_attention, hc_collapse
 from ..upstream import ParallelLMHead, VocabParallelEmbedding
 from .attention import Attention
 from .layer import Layer, spread
-from .parameters import FloatMatrix, Norm
+from .parameters import FloatMatrix, Norm, QuantizingNorm
 from .step import Rope, Step
 
 
@@ -26,15 +26,16 @@ class DraftAttention(Attention):
     def _plan_window(self, arguments: tuple[int, int, int]) -> None:
         """Blocks are listed by position, and planned when they are drafted."""
 
-    def observe(self, main: Tensor, step: Step, metadata: dict[str, Any]) -> None:
-        """Store the rows of this step's tokens: main [T, D]."""
-        rows = self.project(main, step.rope(compressed=False))[1]
-        scatter_rows(self.window.kv_cache, rows, metadata[self.window.prefix].slots)
+    def observe(self, main: Any, step: Step, metadata: dict[str, Any]) -> None:
+        """Store the rows of this step's tokens: main [T, D], or ``Quantized`` where ``takes_codes``."""
+        own, rope = metadata[self.window.prefix], step.rope(compressed=False)
+        self.store(None, self.project(main)[1], rope, self.window.kv_cache, own.slot_mapping)
 
-    def _attend(self, q: Tensor, kv: Tensor, step: Step, metadata: dict[str, Any]) -> Tensor:
-        blocks, tables = metadata["blocks"], metadata["tables"]
-        table = tables[self.window.prefix]
-        return block_attention(q, kv, blocks, self.window.kv_cache, table, self.window_size, self.attn_sink, self.scale)
+    def _attend(self, q: Tensor, kv: Tensor, rope: Rotation, step: Step, metadata: dict[str, Any]) -> Tensor:
+        table, rows = metadata["tables"][self.window.prefix], kv.new_empty(1, *kv.shape)
+        q = self.store(q, kv, rope, rows, None)
+        own = self.window.kv_cache, table, self.window_size
+        return block_attention(q, rows[0], metadata["blocks"], *own, self.attn_sink, self.scale)
 
 
 class Draft(nn.Module):
@@ -52,12 +53,13 @@ class Draft(nn.Module):
         self.noise_token_id, self.hc = config.dspark_noise_token_id, config.hc_mult
         self.rope = Rope(config)
         self.main_proj = FloatMatrix(targets * hidden, hidden, dtype)
-        self.main_norm = Norm(hidden, config.rms_norm_eps)
         self.stages: list[Layer] = []
         for stage, layer in enumerate(plan.draft):
             built = Layer(config, layer, {}, None, dtype, quant_config, f"{prefix}.{stage}", DraftAttention)
             self.add_module(str(stage), built)
             self.stages.append(built)
+        codes = all(stage.attn.takes_codes for stage in self.stages)
+        self.main_norm = (QuantizingNorm if codes else Norm)(hidden, config.rms_norm_eps)
         self.norm = Norm(hidden, config.rms_norm_eps)
         # whole on every rank: a block's tokens are drawn one after another, and a collective for each would cost more
         self.markov_embed = FloatMatrix(config.dspark_markov_rank, vocabulary, dtype)

@@ -39,8 +39,9 @@ class Indexer(nn.Module):
         keys.plans.add(("index", self.heads, config.index_head_dim, self.topk, self.ratio))
         self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
 
-    def forward(self, x: Tensor, qr: Tensor, step: Step) -> None:
-        """x [T, D], qr [T, q_lora_rank]: sets ``step.selected`` and, at the candidate source, ``step.candidates``."""
+    def forward(self, x: Tensor, qr: Any, step: Step) -> None:
+        """x [T, D], qr [T, q_lora_rank] as ``wq_b`` takes it: sets ``step.selected`` and, at the candidate source,
+        ``step.candidates``."""
         q = apply_rope(self.wq_b(qr).unflatten(-1, (self.heads, -1)), step.rope(compressed=True))
         weights = self.weights_proj(x).float() * self.scale
         if step.metadata is None:

@@ -13,7 +13,7 @@ from .attention import Attention
 from .compressor import Compressor
 from .engram import Engram
 from .moe import MoE
-from .parameters import Norm, empty
+from .parameters import Norm, QuantizingNorm, WideNorm, empty
 from .step import Step
 
 
@@ -59,10 +59,11 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.engram = engram
-        self.attn_norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.ffn_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
         self.attn = attention(config, plan, sources, dtype, quant_config, f"{prefix}.attn")
+        norm = QuantizingNorm if self.attn.takes_codes else Norm
+        self.attn_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.ffn_norm = WideNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn = MoE(config, plan, dtype, quant_config, f"{prefix}.ffn")
 
     def forward(self, streams: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -70,4 +71,4 @@ class Layer(nn.Module):
         x, pre, post, comb = self.hc_attn(streams, pre)
         streams = hc_expand(self.attn(self.attn_norm(x), step), streams, post, comb)
         x, pre, post, comb = self.hc_ffn(streams, pre)
-        return hc_expand(self.ffn(self.ffn_norm(x), step.dead), streams, post, comb), pre
+        return hc_expand(self.ffn(*self.ffn_norm(x), step), streams, post, comb), pre

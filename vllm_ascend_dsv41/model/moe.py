@@ -11,13 +11,14 @@ from ..layer_plan import LayerPlan
 from ..ops import NEVER, route, swiglu
 from ..upstream import BaseRouter, FusedMoEFactory, MergedColumnParallelLinear, RoutingMethodType, RowParallelLinear
 from .parameters import FloatMatrix, copy_into, empty
+from .step import Step
 
 
 class Router(BaseRouter):  # type: ignore[misc]
     """sqrt(softplus) scores with a selection bias, which is another one for image tokens.
 
-    The last column of the logits is 1 for image tokens: it travels with them when data-parallel ranks
-    exchange tokens, which token ids do not.
+    The last column of the logits is 1 for image tokens: it travels with them when ranks exchange tokens. What vLLM
+    passes on as token ids are the same flags as they were here: of use where nothing was exchanged.
     """
 
     def __init__(self, plan: LayerPlan, gate: Gate, scaling: float) -> None:
@@ -31,7 +32,10 @@ class Router(BaseRouter):  # type: ignore[misc]
     def _compute_routing(
         self, hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        weights, ids = route(router_logits, self.gate.bias_text, self.top_k, self.scaling, self.gate.bias_image)
+        # after an exchange as many rows are the same rows, or padding behind them
+        flags = input_ids if input_ids is not None and len(input_ids) == len(router_logits) else None
+        biases = self.gate.bias_text, self.gate.bias_image
+        weights, ids = route(router_logits, biases[0], self.top_k, self.scaling, biases[1], flags)
         return weights, ids if indices_type is None else ids.to(indices_type)
 
 
@@ -60,11 +64,9 @@ class Gate(FloatMatrix):
         self.bias_text[:-1].copy_(self.bias)
         self.bias_image[:-1].copy_(self.bias_vl)
 
-    def logits(self, x: Tensor, image: Tensor) -> Tensor:
-        """x [T, D], image [T] bool -> [T, experts + 1] float32."""
-        logits: Tensor = self(x, torch.float32)
-        logits[:, -1] = image
-        return logits
+    def logits(self, x: Tensor, step: Step) -> Tensor:
+        """x [T, D] float32 -> [T, experts + 1] float32."""
+        return torch.addmm(step.flag_column(len(self.weight)), x, self.weight.t())
 
 
 class SharedExpert(nn.Module):
@@ -109,6 +111,6 @@ class MoE(nn.Module):
             shared_experts=self.shared_experts,
         )
 
-    def forward(self, x: Tensor, image: Tensor) -> Tensor:
-        """x [T, D], image [T] bool -> [T, D]."""
-        return self.experts(hidden_states=x, router_logits=self.gate.logits(x, image))
+    def forward(self, x: Tensor, wide: Tensor, step: Step) -> Tensor:
+        """x [T, D], the same in float32 -> [T, D]."""
+        return self.experts(hidden_states=x, router_logits=self.gate.logits(wide, step), input_ids=step.flags)

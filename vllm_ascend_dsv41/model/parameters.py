@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops import float_linear, rms_norm
+from ..ops import float_linear, rms_norm, rms_norm_cast, rms_norm_quantize
+from ..quantization.linear import Quantized
 
 
 class CheckpointShapeError(ValueError):
@@ -33,6 +34,30 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class WideNorm(Norm):
+    """RMSNorm whose result is wanted in float32, too."""
+
+    def after_loading(self) -> None:
+        """Bring the weight into the dtype that the operator reads."""
+        self.weight.data = rms_norm_cast.pack(1, self.weight.data)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x [T, dim] -> the same in x's dtype and in float32."""
+        return rms_norm_cast(x, self.weight, self.eps)
+
+
+class QuantizingNorm(Norm):
+    """RMSNorm in front of W8A8 linears, and of nothing else."""
+
+    def after_loading(self) -> None:
+        """As ``WideNorm.after_loading``."""
+        self.weight.data = rms_norm_quantize.pack(1, self.weight.data)
+
+    def forward(self, x: Tensor) -> Quantized:  # type: ignore[override]
+        """x [T, dim] -> codes and scale."""
+        return Quantized(*rms_norm_quantize(x, self.weight, self.eps), x.dtype)
 
 
 class FloatMatrix(nn.Module):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..engram import Pending
@@ -61,6 +63,20 @@ class Step:
     selected: Tensor | None = None  # [T, index_topk] int32
     candidates: Tensor | None = None  # [T, candidate_topk_blocks] int32
     _rope: dict[tuple[bool, int], Rotation] = field(default_factory=dict)
+    _columns: dict[int, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def flags(self) -> Tensor:
+        """[T] int64, 1 for image tokens."""
+        return self.dead.long()
+
+    def flag_column(self, width: int) -> Tensor:
+        """[T, width] float32, zeros but for the last column: the flags. Added to the logits of every router."""
+        if width not in self._columns:
+            column = torch.zeros(len(self.dead), width, device=self.dead.device)
+            column[:, -1] = self.dead
+            self._columns[width] = column
+        return self._columns[width]
 
     def rope(self, compressed: bool, ratio: int = 1) -> Rotation:
         """The rotation by each token's position, or by that of the first token of its group."""

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..ops import float_linear, quantize_per_token, w8a8_matmul
 from ..upstream import ChannelQuantScaleParameter, LinearMethodBase, ModelWeightParameter
+
+
+class Quantized(NamedTuple):
+    """Input of W8A8 linears that was quantised where it was made: codes int8 [T, in], scale float32 [T, 1], and the
+    dtype that the linear's output is to have."""
+
+    codes: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+def takes_codes(*layers: Any) -> bool:
+    """Whether all of these linears multiply INT8 activations: their input may then be ``Quantized``."""
+    return all(isinstance(layer.quant_method, W8A8DynamicLinear) for layer in layers)
 
 
 class _Linear(LinearMethodBase):  # type: ignore[misc]
@@ -78,7 +92,8 @@ class W8A8DynamicLinear(_Linear):
         layer.weight_scale.data = w8a8_matmul.pack(3, layer.weight_scale.data)
         layer.weight_scale_fp32 = layer.weight_scale.data  # vllm-ascend's name, for the shared experts
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor | Quantized, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out] in x's dtype."""
-        y = w8a8_matmul(*quantize_per_token(x), layer.weight, layer.weight_scale, x.dtype)
+        given = x if isinstance(x, Quantized) else Quantized(*quantize_per_token(x), x.dtype)
+        y = w8a8_matmul(given.codes, given.scale, layer.weight, layer.weight_scale, given.dtype)
         return y if bias is None else y + bias

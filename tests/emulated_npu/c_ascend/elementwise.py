@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import reference
+from .moe import quantise_rows
 
 
 @reference
@@ -28,9 +29,15 @@ def npu_add_rms_norm_bias(
     return (y if beta is None else y + beta.float()).to(x1.dtype), deviation, total
 
 
+def _sixteen_bits(name: str, x: torch.Tensor, gamma: torch.Tensor) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16) or gamma.dtype != x.dtype or not x.numel():
+        raise ValueError(f"{name}: x {x.dtype} {list(x.shape)}, gamma {gamma.dtype}; expected one dtype of 16 bits")
+
+
 @reference
 def npu_rms_norm_cast(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     """-> (rounded, the rounded values as FP32)."""
+    _sixteen_bits("npu_rms_norm_cast", x, gamma)
     y = rms(x, gamma, epsilon)[0].to(x.dtype)
     return y, y.float()
 
@@ -75,3 +82,18 @@ def npu_scatter_nd_update_sk(var: torch.Tensor, indices: torch.Tensor, update: t
     if bool((where >= torch.tensor(var.shape[: indices.shape[-1]])).any()):
         raise ValueError(f"npu_scatter_nd_update_sk: an index is outside of {list(var.shape)}")
     var[tuple(where.unbind(-1))] = update[kept].reshape(-1, *var.shape[indices.shape[-1] :]).to(var.dtype)
+
+
+@reference
+def npu_rms_norm_dynamic_quant(
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    smooth_scale: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (codes, scale of each row); not rounded to x's dtype in between. x and gamma have one dtype, of 16 bits."""
+    _sixteen_bits("npu_rms_norm_dynamic_quant", x, gamma)
+    if smooth_scale is not None or beta is not None:
+        raise ValueError("npu_rms_norm_dynamic_quant: smoothing and beta are not listed")
+    return quantise_rows(rms(x, gamma, epsilon)[0])

@@ -1,0 +1,79 @@
+"""Open groups of the compressor on Ascend NPUs, in Triton-Ascend: one program for each token.
+
+All reads of the ring come before all writes, in two kernels: programs run in any order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .batch import Batch
+
+
+@triton.jit
+def _place(token, query_start, lengths, requests, REQUESTS_PAD: tl.constexpr):
+    """Request of a token, its place among those of this step, its position, and the request's last position."""
+    other = tl.arange(0, REQUESTS_PAD)
+    start = tl.load(query_start + 1 + other, other < requests - 1, 2147483647)
+    request = tl.sum((start <= token).to(tl.int32), 0)
+    last = tl.load(lengths + request) - 1
+    return request, token - tl.load(query_start + request), last - tl.load(query_start + request + 1) + 1 + token, last
+
+
+@triton.jit
+def pool(
+    inputs, ring, table, query_start, lengths, out, requests, table_stride, ring_stride, capacity,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, REQUESTS_PAD: tl.constexpr,
+):  # fmt: skip
+    """inputs [T, 2 WIDTH], values then gates; ring [blocks, capacity, 2 WIDTH] -> out [T, WIDTH]; all float32."""
+    token = tl.program_id(0)
+    request, place, position, _ = _place(token, query_start, lengths, requests, REQUESTS_PAD)
+    column = tl.arange(0, PAD)
+    inside = column < WIDTH
+    own = inputs + token.to(tl.int64) * (2 * WIDTH)
+    value, gate = tl.load(own + column, inside, 0.0), tl.load(own + WIDTH + column, inside, 0.0)
+    known = inside & (position > 0)
+    if place > 0:
+        earlier_value = tl.load(own - 2 * WIDTH + column, known, 0.0)
+        earlier_gate = tl.load(own - WIDTH + column, known, 0.0)
+    else:
+        block = tl.load(table + request * table_stride).to(tl.int64)
+        at = ring + block * ring_stride + tl.maximum(position - 1, 0) % capacity * (2 * WIDTH)
+        earlier_value = tl.load(at + column, known, 0.0)
+        earlier_gate = tl.load(at + WIDTH + column, known, 0.0)
+    share = 1.0 / (1.0 + tl.exp(earlier_gate - gate))  # a softmax of two is a sigmoid
+    pooled = earlier_value + (value - earlier_value) * share
+    tl.store(out + token.to(tl.int64) * WIDTH + column, pooled, inside)
+
+
+@triton.jit
+def keep(
+    inputs, ring, table, query_start, lengths, slots, requests, table_stride, ring_stride, capacity,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, REQUESTS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Rows of each request's last ``capacity`` tokens to its ring. inputs [T, WIDTH]."""
+    token = tl.program_id(0)
+    request, _, position, last = _place(token, query_start, lengths, requests, REQUESTS_PAD)
+    wanted = (position > last - capacity) & (position >= 0) & (position <= last)
+    if wanted & (tl.load(slots + token) >= 0):
+        column = tl.arange(0, PAD)
+        row = tl.load(inputs + token.to(tl.int64) * WIDTH + column, column < WIDTH, 0.0)
+        block = tl.load(table + request * table_stride).to(tl.int64)
+        tl.store(ring + block * ring_stride + position % capacity * WIDTH + column, row, column < WIDTH)
+
+
+def pool_open_groups_npu(inputs: Tensor, ring: Tensor, table: Tensor, batch: Batch, slots: Tensor) -> Tensor:
+    """``ops.pool_open_groups`` on an NPU."""
+    tokens, width = inputs.shape
+    out = torch.empty(tokens, width // 2, dtype=torch.float32, device=inputs.device)
+    if tokens:
+        places = table, batch.query_start, batch.lengths
+        strides = batch.requests, table.stride(0), ring.stride(0), ring.shape[1]
+        pad, requests = triton.next_power_of_2(width), triton.next_power_of_2(batch.requests)
+        inputs = inputs.contiguous()
+        pool[(tokens,)](inputs, ring, *places, out, *strides, WIDTH=width // 2, PAD=pad // 2, REQUESTS_PAD=requests)
+        keep[(tokens,)](inputs, ring, *places, slots, *strides, WIDTH=width, PAD=pad, REQUESTS_PAD=requests)
+    return out

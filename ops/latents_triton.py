@@ -1,0 +1,162 @@
+"""Latent rows into paged caches on Ascend NPUs, in Triton-Ascend: one program for each token.
+
+Neighbouring values turn together, so they are read apart: even ones, odd ones. Widths need not be powers of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .rope import Rotation
+
+
+@triton.jit
+def _normalised(at, plain, pair, weight, eps, WIDTH: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr):
+    """A row in three parts, in float32: what does not turn, even and odd values of what does."""
+    first: tl.constexpr = WIDTH - ROPE
+    kept, turning = plain < first, pair < ROPE // 2
+    even_at, odd_at = first + 2 * pair, first + 2 * pair + 1
+    rest = tl.load(at + plain, kept, 0.0).to(tl.float32)
+    even = tl.load(at + even_at, turning, 0.0).to(tl.float32)
+    odd = tl.load(at + odd_at, turning, 0.0).to(tl.float32)
+    if NORM:
+        square = tl.sum(rest * rest, 0) + tl.sum(even * even, 0) + tl.sum(odd * odd, 0)
+        factor = 1.0 / tl.sqrt(square / WIDTH + eps)
+        rest = rest * factor * tl.load(weight + plain, kept, 0.0)
+        even = even * factor * tl.load(weight + even_at, turning, 0.0)
+        odd = odd * factor * tl.load(weight + odd_at, turning, 0.0)
+    return rest, even, odd
+
+
+@triton.jit
+def _store(at, plain, pair, rest, even, odd, WIDTH: tl.constexpr, ROPE: tl.constexpr):
+    first: tl.constexpr = WIDTH - ROPE
+    kept, turning = plain < first, pair < ROPE // 2
+    tl.store(at + plain, rest.to(at.dtype.element_ty), kept)
+    tl.store(at + first + 2 * pair, even.to(at.dtype.element_ty), turning)
+    tl.store(at + first + 2 * pair + 1, odd.to(at.dtype.element_ty), turning)
+
+
+@triton.jit
+def latents(
+    q, kv, weight, cos, sin, slots, cache, kv_stride, block_stride, per_block, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, SLOTS: tl.constexpr,
+    HEAD_PAD: tl.constexpr, PLAIN_PAD: tl.constexpr, PAIR_PAD: tl.constexpr,
+):  # fmt: skip
+    """q [T, HEADS, WIDTH] turned in place (HEADS 0: none); kv [T, WIDTH] normalised, turned, stored; cos, sin
+    [T, ROPE / 2]; SLOTS: whether there are slots."""
+    token = tl.program_id(0).to(tl.int64)
+    plain, pair = tl.arange(0, PLAIN_PAD), tl.arange(0, PAIR_PAD)
+    turning = pair < ROPE // 2
+    c = tl.load(cos + token * (ROPE // 2) + pair, turning, 0.0)
+    s = tl.load(sin + token * (ROPE // 2) + pair, turning, 0.0)
+    slot = token
+    if SLOTS:
+        slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        rest, even, odd = _normalised(kv + token * kv_stride, plain, pair, weight, eps, WIDTH, ROPE, True)
+        block = slot // per_block
+        at = cache + block * block_stride + (slot - block * per_block) * WIDTH
+        _store(at, plain, pair, rest, even * c - odd * s, even * s + odd * c, WIDTH, ROPE)
+    if HEADS > 0:
+        head = tl.arange(0, HEAD_PAD)
+        both = (head < HEADS)[:, None] & turning[None, :]
+        turned = q + token * (HEADS * WIDTH) + head[:, None] * WIDTH + (WIDTH - ROPE) + 2 * pair[None, :]
+        even = tl.load(turned, both, 0.0).to(tl.float32)
+        odd = tl.load(turned + 1, both, 0.0).to(tl.float32)
+        tl.store(turned, (even * c[None, :] - odd * s[None, :]).to(q.dtype.element_ty), both)
+        tl.store(turned + 1, (even * s[None, :] + odd * c[None, :]).to(q.dtype.element_ty), both)
+
+
+@triton.jit
+def compressed(
+    latent, key, weight, cos, sin, row_slots, key_slots, rows, keys, scales,
+    row_stride, row_per_block, key_stride, key_per_block, scale_stride, eps,
+    WIDTH: tl.constexpr, INDEX: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, CODES: tl.constexpr,
+    PLAIN_PAD: tl.constexpr, INDEX_PAD: tl.constexpr, PAIR_PAD: tl.constexpr,
+):  # fmt: skip
+    """latent [T, WIDTH] turned and stored; key [T, INDEX] normalised, turned and stored, as INT8 where CODES."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIR_PAD)
+    turning = pair < ROPE // 2
+    c = tl.load(cos + token * (ROPE // 2) + pair, turning, 0.0)
+    s = tl.load(sin + token * (ROPE // 2) + pair, turning, 0.0)
+    slot = tl.load(row_slots + token).to(tl.int64)
+    if (slot >= 0) & (slot % RATIO == RATIO - 1):
+        plain = tl.arange(0, PLAIN_PAD)
+        rest, even, odd = _normalised(latent + token * WIDTH, plain, pair, weight, eps, WIDTH, ROPE, False)
+        block = slot // (row_per_block * RATIO)
+        at = rows + block * row_stride + (slot - block * row_per_block * RATIO) // RATIO * WIDTH
+        _store(at, plain, pair, rest, even * c - odd * s, even * s + odd * c, WIDTH, ROPE)
+    slot = tl.load(key_slots + token).to(tl.int64)
+    if (slot >= 0) & (slot % RATIO == RATIO - 1):
+        plain = tl.arange(0, INDEX_PAD)
+        rest, even, odd = _normalised(key + token * INDEX, plain, pair, weight, eps, INDEX, ROPE, True)
+        first, second = even * c - odd * s, even * s + odd * c
+        block = slot // (key_per_block * RATIO)
+        row = (slot - block * key_per_block * RATIO) // RATIO
+        at = keys + block * key_stride + row * INDEX
+        if CODES:
+            largest = tl.maximum(tl.max(tl.abs(rest), 0), tl.max(tl.abs(first), 0))
+            largest = tl.maximum(largest, tl.max(tl.abs(second), 0))
+            scale = largest / 127.0
+            tl.store(scales + block * scale_stride + row, scale.to(tl.float16))
+            divisor = tl.where(scale > 0.0, scale, 1.0)
+            rest, first, second = _rounded(rest / divisor), _rounded(first / divisor), _rounded(second / divisor)
+        _store(at, plain, pair, rest, first, second, INDEX, ROPE)
+
+
+@triton.jit
+def _rounded(x):
+    """To the nearest integer, ties to even, for magnitudes below 2 ** 22: beyond 2 ** 23 floats are integers."""
+    return x + 12582912.0 - 12582912.0
+
+
+def _pads(*widths: int) -> list[int]:
+    return [triton.next_power_of_2(max(width, 1)) for width in widths]
+
+
+def store_latents_npu(
+    q: Tensor | None, kv: Tensor, weight: Tensor, eps: float, rotation: Rotation, cache: Tensor, slots: Tensor | None
+) -> Tensor | None:
+    """``ops.store_latents`` on an NPU. q is turned in place, cache rows are dense within a block."""
+    tokens, width = kv.shape
+    heads = 0 if q is None else q.shape[1]
+    head_pad, plain_pad, pair_pad = _pads(heads, width - rotation.dim, rotation.dim // 2)
+    q = q if q is None else q.contiguous()
+    if tokens:
+        latents[(tokens,)](
+            kv if q is None else q, kv, weight, rotation.cos, rotation.sin, kv if slots is None else slots, cache,
+            kv.stride(0), cache.stride(0), cache.shape[1], eps,
+            HEADS=heads, WIDTH=width, ROPE=rotation.dim, SLOTS=slots is not None,
+            HEAD_PAD=head_pad, PLAIN_PAD=plain_pad, PAIR_PAD=pair_pad,
+        )  # fmt: skip
+    return q
+
+
+def store_compressed_npu(
+    latent: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    eps: float,
+    rotation: Rotation,
+    rows: Tensor,
+    row_slots: Tensor,
+    keys: Tensor,
+    key_scale: Tensor | None,
+    key_slots: Tensor,
+    ratio: int,
+) -> None:
+    """``ops.store_compressed`` on an NPU."""
+    (tokens, width), index = latent.shape, key.shape[1]
+    plain_pad, index_pad, pair_pad = _pads(width - rotation.dim, index - rotation.dim, rotation.dim // 2)
+    scales = keys if key_scale is None else key_scale
+    if tokens:
+        compressed[(tokens,)](
+            latent.contiguous(), key.contiguous(), weight, rotation.cos, rotation.sin, row_slots, key_slots, rows, keys,
+            scales, rows.stride(0), rows.shape[1], keys.stride(0), keys.shape[1], scales.stride(0), eps,
+            WIDTH=width, INDEX=index, ROPE=rotation.dim, RATIO=ratio, CODES=key_scale is not None,
+            PLAIN_PAD=plain_pad, INDEX_PAD=index_pad, PAIR_PAD=pair_pad,
+        )  # fmt: skip

@@ -32,6 +32,10 @@ STEPS = {"prefill of 17 tokens": (0, 1), "decode of 6 tokens (1 request, 5 draft
 #: Stated by the vendor, bytes per second of one die: Atlas A2 (910B, 64 GB HBM2e) and A3 (910C, per die).
 BANDWIDTH = {"A2": 1.6e12, "A3": 1.6e12}
 EMPTY = re.compile(r"\[(?:\d+,)*0(?:,\d+)*\]")
+BYTES = {"b8": 1, "i8": 1, "u8": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8, "f64": 8}
+#: These read or write a few rows of a cache or table: their largest operand is left out.
+ROWS = {"npu_quant_lightning_indexer_v3", "latents", "compressed", "pool", "keep"}
+ROWS |= {"lookup_mapped", "rows", "aten::embedding", "aten::index_select", "aten::gather"}
 
 
 def _counted(lines: list[str]) -> list[str]:
@@ -44,6 +48,24 @@ def _counted(lines: list[str]) -> list[str]:
             continue
         names.append(name)
     return names
+
+
+def _moved(lines: list[str]) -> Counter[str]:
+    """Bytes of the operands of every operator, by name; the experts' weights are counted whole."""
+    moved = Counter[str]()
+    for line in lines:
+        name = line.partition(" ")[2].partition("(")[0]
+        line = re.sub(r"(ori|cmp)_kv=\S+", "", line)  # two caches
+        sizes = []
+        for dtype, shape in re.findall(r"\b(bf16|[bfiu]\d+)\[([\d,]*)\]", line):
+            count = 1
+            for part in filter(None, shape.split(",")):
+                count *= int(part)
+            sizes.append(count * BYTES[dtype])
+        if name in ROWS and sizes:
+            sizes.remove(max(sizes))
+        moved[name] += sum(sizes)
+    return moved
 
 
 def _kind(name: str) -> str:
@@ -63,6 +85,8 @@ def _table(title: str, counts: Counter[str]) -> None:
 
 def report(calls: list[dict[str, Any]]) -> None:
     """Counts of each step, and of a middle layer."""
+    for call in calls:
+        call["names"] = Counter(line.partition(" ")[2].partition("(")[0] for line in call["lines"])
     for title, (target, rest) in STEPS.items():
         print(title)
         inside, outside, layers = Counter[str](), Counter[str](), {}
@@ -76,20 +100,30 @@ def report(calls: list[dict[str, Any]]) -> None:
         _table("sampling, verification and draft, eager", drafted)
         usual = Counter(layers.values()).most_common(1)[0]
         print(f"  layers: {usual[1]} of {len(layers)} with {usual[0]} operators, the most {max(layers.values())}")
-        print(f"  by name: {', '.join(f'{name} {count}' for name, count in inside.most_common(24))}")
+        moved = _moved(calls[target]["lines"])
+        print("  by name: calls, bytes of operands a call (weights whole, caches and tables left out)")
+        for name, count in inside.most_common(24):
+            print(f"    {name:40} {count:5} {moved[name] // max(calls[target]['names'][name], 1):10,}")
 
 
-def floor(tokens: int, ranks: int, context: int) -> float:
-    """Bytes that a decode step of the released model reads on one of ``ranks`` devices (TP = EP = ranks), W8A8."""
+def floor(tokens: int, ranks: int, context: int) -> dict[str, float]:
+    """Bytes that a decode step of the released model reads on one of ``ranks`` devices (TP = EP = ranks), W8A8, by
+    what reads them."""
     hidden, inner, experts, chosen, head = 5120, 2304, 384, 6, 512
     expert = 3 * inner * hidden
     hit = experts / ranks * (1 - (1 - chosen / experts) ** tokens)
     attention = 1792 * hidden + (32768 * 1280 + 2 * 8192 * 4096 + 2 * hidden * 8192) / ranks
     small = 4 * experts * hidden + 2 * 4 * 24 * 4 * hidden
     cache = tokens * 2 * head * (128 + 512)
-    layers = 40 * (hit * expert + expert / ranks + attention + small + cache)
-    index = tokens * 130 * (3 * context / 2 + 5 * context)  # three sources of ratio 2, five of ratio 1
-    return layers + index + 4 * 129280 * hidden / ranks
+    return {
+        "grouped products of experts": 40 * hit * expert,
+        "shared experts": 40 * expert / ranks,
+        "linears of attention": 40 * attention,
+        "router and hyper-connections": 40 * small,
+        "sparse attention": 40 * cache,
+        "indexer": tokens * 130 * (3 * context / 2 + 5 * context),  # three sources of ratio 2, five of ratio 1
+        "head": 4 * 129280 * hidden / ranks,
+    }
 
 
 def main() -> None:
@@ -123,9 +157,11 @@ def main() -> None:
     report(traced.calls)
     print("floor of a decode step, TP8/EP8, 32,768 tokens of context: bytes read, and the time at the stated bandwidth")
     for tokens in (1, 8, 48):
-        read = floor(tokens, 8, 32768)
+        parts = floor(tokens, 8, 32768)
+        read = sum(parts.values())
         times = ", ".join(f"{name} {1e3 * read / speed:.2f} ms" for name, speed in BANDWIDTH.items())
         print(f"  {tokens:3} tokens: {read / 2**30:.2f} GiB, {times}")
+        print(f"      {', '.join(f'{name} {size / 2**20:,.0f} MiB' for name, size in parts.items())}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """How far W8A8 logits lie from the exact model, ours and vllm-ascend's own, on many prompts: one prompt says little.
 
-    .venv/bin/python benchmarks/peer_error.py --work DIR --preset a --prompts 32
+    .venv/bin/python benchmarks/peer_error.py --work DIR --preset a --prompts 60 [--scales float32]
 
 Both serve the same conversion on the emulated NPU and are forced along the greedy tokens of the reference in float32,
 which computes from the official checkpoint. A row of logits whose route or selection flips somewhere is far off,
 whoever computes it; how many do is chance, so what counts is the mean over many rows, and its standard error is given.
+
+``dsv41 quantize`` writes scales of weights that BF16 holds exactly. Other converters do not: with ``--scales float32``
+every scale is moved by up to 2 ** -8, and the exact logits are those of that checkpoint, with activations not rounded.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +79,24 @@ def served(model: Path, preset: str, wanted: Path, out: Path, ours: bool) -> Non
     os._exit(0)  # interpreters of Triton and vLLM's threads take their time to end
 
 
+def _moved(model: Path, target: Path) -> Path:
+    """A copy whose weight scales need all of float32."""
+    if not target.exists():
+        chance = torch.Generator().manual_seed(11)
+        shutil.copytree(model, target)
+        for path in sorted(target.glob("*.safetensors")):
+            tensors = load_file(path)
+            if "_engram_embed." in path.name or not any(name.endswith("weight_scale") for name in tensors):
+                continue
+            for name in sorted(tensors):
+                if name.endswith("weight_scale"):
+                    factor = 1 + torch.rand(tensors[name].shape, generator=chance) * 2**-8
+                    tensors[name] = (tensors[name] * factor).float()
+            path.unlink()
+            save_file(tensors, path, metadata={"format": "pt"})
+    return target
+
+
 def _vocabulary(model: Path) -> int:
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return int(config.get("text_config", config)["vocab_size"])
@@ -108,6 +130,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for logits")
     parser.add_argument("--preset", choices=("a", "c"), default="a")
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--scales", choices=("bf16", "float32"), default="bf16")
     parser.add_argument("--engine", choices=PLUGINS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if "EMULATED_NPU" not in os.environ:
@@ -117,16 +140,16 @@ def main() -> None:
 
     torch.set_grad_enabled(False)
     model = checkpoint.converted(args.preset, "w8a8")
+    float32 = args.scales == "float32"
+    if float32:
+        model = _moved(model, args.work / f"{args.preset}-float32-scales")
     wanted = args.work / f"{args.preset}-exact.safetensors"
     paths = {name: args.work / f"{args.preset}-{name}.safetensors" for name in PLUGINS}
     if args.engine:
         served(model, args.preset, wanted, paths[args.engine], args.engine == "ours")
     args.work.mkdir(parents=True, exist_ok=True)
-    exact(
-        model.parent / f"{args.preset}-official" / "checkpoint",
-        prompts(args.prompts, _vocabulary(model)),
-        wanted,
-    )
+    official = model.parent / f"{args.preset}-official" / "checkpoint"
+    exact(model if float32 else official, prompts(args.prompts, _vocabulary(model)), wanted)
     for name in PLUGINS:
         variables = {**os.environ, "VLLM_PLUGINS": PLUGINS[name], "VLLM_USE_V2_MODEL_RUNNER": "0"}
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--engine", name], env=variables, check=True)

@@ -75,13 +75,9 @@ class Batch:
 class Blocks:
     """Blocks of K drafted tokens behind R requests: every token of a block sees the same."""
 
-    last: Tensor  # [R] int64, position of the last stored token
+    last: Tensor  # [R] int64 on the host, position of the last stored token
     size: int  # K
     derived: dict[Hashable, object] = field(default_factory=dict)
-
-    def to_host(self) -> Blocks:
-        """The same on the CPU."""
-        return Blocks(self.last.cpu(), self.size)
 
     @cached_property
     def request(self) -> Tensor:

@@ -5,12 +5,17 @@ All reads of the ring come before all writes, in two kernels: programs run in an
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch import Batch
+if TYPE_CHECKING:
+    from .batch import Batch
+
+REQUESTS = 256  # fewer take the same binary: nothing is compiled while a server serves
 
 
 @triton.jit
@@ -23,7 +28,7 @@ def _place(token, query_start, lengths, requests, REQUESTS_PAD: tl.constexpr):
     return request, token - tl.load(query_start + request), last - tl.load(query_start + request + 1) + 1 + token, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def pool(
     inputs, ring, table, query_start, lengths, out, requests, table_stride, ring_stride, capacity,
     WIDTH: tl.constexpr, PAD: tl.constexpr, REQUESTS_PAD: tl.constexpr,
@@ -35,21 +40,20 @@ def pool(
     inside = column < WIDTH
     own = inputs + token.to(tl.int64) * (2 * WIDTH)
     value, gate = tl.load(own + column, inside, 0.0), tl.load(own + WIDTH + column, inside, 0.0)
-    known = inside & (position > 0)
     if place > 0:
-        earlier_value = tl.load(own - 2 * WIDTH + column, known, 0.0)
-        earlier_gate = tl.load(own - WIDTH + column, known, 0.0)
-    else:
-        block = tl.load(table + request * table_stride).to(tl.int64)
+        earlier_value = tl.load(own - 2 * WIDTH + column, inside, 0.0)
+        earlier_gate = tl.load(own - WIDTH + column, inside, 0.0)
+    else:  # a ring may hold anything in front of position 0
+        block = tl.maximum(tl.load(table + request * table_stride), 0).to(tl.int64)
         at = ring + block * ring_stride + tl.maximum(position - 1, 0) % capacity * (2 * WIDTH)
-        earlier_value = tl.load(at + column, known, 0.0)
-        earlier_gate = tl.load(at + WIDTH + column, known, 0.0)
+        earlier_value = tl.where(position > 0, tl.load(at + column, inside, 0.0), 0.0)
+        earlier_gate = tl.where(position > 0, tl.load(at + WIDTH + column, inside, 0.0), 0.0)
     share = 1.0 / (1.0 + tl.exp(earlier_gate - gate))  # a softmax of two is a sigmoid
     pooled = earlier_value + (value - earlier_value) * share
     tl.store(out + token.to(tl.int64) * WIDTH + column, pooled, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def keep(
     inputs, ring, table, query_start, lengths, slots, requests, table_stride, ring_stride, capacity,
     WIDTH: tl.constexpr, PAD: tl.constexpr, REQUESTS_PAD: tl.constexpr,
@@ -72,7 +76,7 @@ def pool_open_groups_npu(inputs: Tensor, ring: Tensor, table: Tensor, batch: Bat
     if tokens:
         places = table, batch.query_start, batch.lengths
         strides = batch.requests, table.stride(0), ring.stride(0), ring.shape[1]
-        pad, requests = triton.next_power_of_2(width), triton.next_power_of_2(batch.requests)
+        pad, requests = triton.next_power_of_2(width), max(triton.next_power_of_2(batch.requests), REQUESTS)
         inputs = inputs.contiguous()
         pool[(tokens,)](inputs, ring, *places, out, *strides, WIDTH=width // 2, PAD=pad // 2, REQUESTS_PAD=requests)
         keep[(tokens,)](inputs, ring, *places, slots, *strides, WIDTH=width, PAD=pad, REQUESTS_PAD=requests)

@@ -183,6 +183,7 @@ def _latents(m: _Maker, table: Tensor) -> Iterator[Example]:
     codes = torch.zeros(m.blocks, m.per_block * index + 32, dtype=torch.int8, device=m.device)
     codes = codes[:, : m.per_block * index].unflatten(1, (m.per_block, index))
     scales = torch.zeros(m.blocks, m.per_block, dtype=torch.float16, device=m.device)
+    places: tuple[Any, ...]
     for ratio in (1, 2):
         places = (rows.clone(), slots, keys.clone(), None, slots.roll(1), ratio)
         common = (latent, key, weight, 1e-20, rotation)
@@ -225,7 +226,7 @@ def _attention(m: _Maker) -> Iterator[Example]:
     own = (query, batch, window, window_table, 12, sink, width**-0.5)
     yield Example("sparse_attention", "window only", own)
     yield Example("sparse_attention", "window and selected rows", (*own, rows, row_table, selected, ratio))
-    last = torch.tensor(m.lengths, device=m.device) - 1
+    last = torch.tensor(m.lengths) - 1
     drafted = m.normal(15, heads, width), m.normal(15, width), Blocks(last, 5)
     yield Example("block_attention", "windows shorter and longer", (*drafted, window, window_table, 12, *own[5:]))
 
@@ -258,7 +259,7 @@ def _released_heads(m: _Maker) -> Iterator[Example]:
         rows = caches[1][:, : per_block // ratio]
         compressed = (rows, table, chosen.to(m.device), ratio)
         yield Example("sparse_attention", f"released heads, rows of {ratio}", (query, batch, *own, *compressed))
-    drafted = m.normal(10, heads, dim), m.normal(10, dim), Blocks(lengths.long() - 1, 5)
+    drafted = m.normal(10, heads, dim), m.normal(10, dim), Blocks(lengths.cpu().long() - 1, 5)
     yield Example("block_attention", "released heads", (*drafted, *own))
 
 

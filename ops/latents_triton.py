@@ -1,42 +1,45 @@
 """Latent rows into paged caches on Ascend NPUs, in Triton-Ascend: one program for each token.
 
-Neighbouring values turn together, so they are read apart: even ones, odd ones. Widths need not be powers of two.
+Neighbouring values turn together: they are read as pairs and split. Widths need not be powers of two.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rope import Rotation
+if TYPE_CHECKING:
+    from .rope import Rotation
+
+HEADS_AT_ONCE = 16  # more do not fit the unified buffer
 
 
 @triton.jit
 def _normalised(at, plain, pair, weight, eps, WIDTH: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr):
     """A row in three parts, in float32: what does not turn, even and odd values of what does."""
     first: tl.constexpr = WIDTH - ROPE
-    kept, turning = plain < first, pair < ROPE // 2
-    even_at, odd_at = first + 2 * pair, first + 2 * pair + 1
+    kept = plain < first
+    pairs = first + 2 * pair[:, None] + tl.arange(0, 2)[None, :]
     rest = tl.load(at + plain, kept, 0.0).to(tl.float32)
-    even = tl.load(at + even_at, turning, 0.0).to(tl.float32)
-    odd = tl.load(at + odd_at, turning, 0.0).to(tl.float32)
+    both = tl.load(at + pairs, (pair < ROPE // 2)[:, None], 0.0).to(tl.float32)
     if NORM:
-        square = tl.sum(rest * rest, 0) + tl.sum(even * even, 0) + tl.sum(odd * odd, 0)
+        square = tl.sum(rest * rest, 0) + tl.sum(tl.sum(both * both, 1), 0)
         factor = 1.0 / tl.sqrt(square / WIDTH + eps)
         rest = rest * factor * tl.load(weight + plain, kept, 0.0)
-        even = even * factor * tl.load(weight + even_at, turning, 0.0)
-        odd = odd * factor * tl.load(weight + odd_at, turning, 0.0)
+        both = both * factor * tl.load(weight + pairs, (pair < ROPE // 2)[:, None], 0.0)
+    even, odd = tl.split(both)
     return rest, even, odd
 
 
 @triton.jit
 def _store(at, plain, pair, rest, even, odd, WIDTH: tl.constexpr, ROPE: tl.constexpr):
     first: tl.constexpr = WIDTH - ROPE
-    kept, turning = plain < first, pair < ROPE // 2
-    tl.store(at + plain, rest.to(at.dtype.element_ty), kept)
-    tl.store(at + first + 2 * pair, even.to(at.dtype.element_ty), turning)
-    tl.store(at + first + 2 * pair + 1, odd.to(at.dtype.element_ty), turning)
+    pairs = first + 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(at + plain, rest.to(at.dtype.element_ty), plain < first)
+    tl.store(at + pairs, tl.join(even, odd).to(at.dtype.element_ty), (pair < ROPE // 2)[:, None])
 
 
 @triton.jit
@@ -62,12 +65,15 @@ def latents(
         _store(at, plain, pair, rest, even * c - odd * s, even * s + odd * c, WIDTH, ROPE)
     if HEADS > 0:
         head = tl.arange(0, HEAD_PAD)
-        both = (head < HEADS)[:, None] & turning[None, :]
-        turned = q + token * (HEADS * WIDTH) + head[:, None] * WIDTH + (WIDTH - ROPE) + 2 * pair[None, :]
-        even = tl.load(turned, both, 0.0).to(tl.float32)
-        odd = tl.load(turned + 1, both, 0.0).to(tl.float32)
-        tl.store(turned, (even * c[None, :] - odd * s[None, :]).to(q.dtype.element_ty), both)
-        tl.store(turned + 1, (even * s[None, :] + odd * c[None, :]).to(q.dtype.element_ty), both)
+        pairs = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+        for first in range(0, HEADS, HEAD_PAD):
+            inside = (first + head < HEADS)[:, None, None] & turning[None, :, None]
+            at = (
+                q + token * (HEADS * WIDTH) + (WIDTH - ROPE) + (first + head[:, None, None]) * WIDTH + pairs[None, :, :]
+            )
+            even, odd = tl.split(tl.load(at, inside, 0.0).to(tl.float32))
+            turned = tl.join(even * c[None, :] - odd * s[None, :], even * s[None, :] + odd * c[None, :])
+            tl.store(at, turned.to(q.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -124,7 +130,7 @@ def store_latents_npu(
     """``ops.store_latents`` on an NPU. q is turned in place, cache rows are dense within a block."""
     tokens, width = kv.shape
     heads = 0 if q is None else q.shape[1]
-    head_pad, plain_pad, pair_pad = _pads(heads, width - rotation.dim, rotation.dim // 2)
+    head_pad, plain_pad, pair_pad = _pads(min(heads, HEADS_AT_ONCE), width - rotation.dim, rotation.dim // 2)
     q = q if q is None else q.contiguous()
     if tokens:
         latents[(tokens,)](

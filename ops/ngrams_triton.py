@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+REQUESTS = 256  # fewer take the same binary: nothing is compiled while a server serves
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["tokens", "requests"])
 def rows(
     ids, token_map, lookback, query_start, multipliers, primes, offsets, out, tokens, requests, pad,
     ORDERS: tl.constexpr, HEADS: tl.constexpr, REQUESTS_PAD: tl.constexpr,
@@ -61,6 +63,6 @@ def ngram_rows_npu(
     if len(ids):
         rows[(len(ids), layers)](
             ids, token_map, lookback, query_start, multipliers, primes, offsets, out, len(ids), requests, pad,
-            ORDERS=orders + 1, HEADS=heads, REQUESTS_PAD=triton.next_power_of_2(max(requests, 1)),
+            ORDERS=orders + 1, HEADS=heads, REQUESTS_PAD=max(triton.next_power_of_2(requests), REQUESTS),
         )  # fmt: skip
     return out

@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
     demo.set_defaults(run=_demo)
 
-    selftest = commands.add_parser("selftest", help="compare every operator implementation with its reference")
+    selftest = commands.add_parser("selftest", help="try this machine: operators, device, collectives, a tiny model")
     selftest.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     selftest.add_argument("--seed", type=int, default=0)
     selftest.add_argument("--ops", metavar="NAME,NAME", help="these operators only (default: all, and the device)")

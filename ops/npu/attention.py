@@ -77,9 +77,9 @@ def _block_attention(
     per_block, requests = window_cache.shape[1], len(blocks.last)
     key = ("npu", window, per_block, q.shape[1:])
     if key not in blocks.derived:
-        blocks.derived[key] = _Listed(blocks, window, per_block, q.shape[1], q.shape[2])
+        blocks.derived[key] = _Listed(blocks, window, per_block, q.shape[1], q.shape[2], q.device)
     listed: Any = blocks.derived[key]
-    touched = window_table.gather(1, listed.columns).flatten()
+    touched = window_table.gather(1, listed.columns.long()).flatten()
     pages = window_cache.new_zeros(requests, listed.pages, per_block, q.shape[2])
     pages[:, : listed.touched] = window_cache.index_select(0, touched).view(requests, listed.touched, per_block, -1)
     behind = pages[:, listed.touched :].view(requests, -1, q.shape[2])
@@ -106,30 +106,34 @@ def _block_attention(
 
 
 class _Listed:
-    """Where the rows of a draft step lie: the same for all stages, so worked out once."""
+    """Where the rows of a draft step lie: the same for all stages, so worked out once, on the host."""
 
-    def __init__(self, blocks: Blocks, window: int, per_block: int, heads: int, dim: int) -> None:
-        last, size, device = blocks.last, blocks.size, blocks.last.device
+    def __init__(self, blocks: Blocks, window: int, per_block: int, heads: int, dim: int, device: torch.device) -> None:
+        last, size = blocks.last, blocks.size
         requests = len(last)
         self.touched = (window - 2) // per_block + 2 if window > 1 else 1  # blocks that a window of rows may lie in
         self.pages = self.touched + -(-size // per_block)
         begin = (last - (window - 1)).clamp_min(0)
         first = torch.div(begin, per_block, rounding_mode="floor")
         newest = torch.div(last, per_block, rounding_mode="floor")
-        column = first[:, None] + torch.arange(self.touched, device=device)
-        self.columns = torch.minimum(column, newest[:, None])  # those behind the newest are not listed
-        self.table = torch.arange(requests * self.pages, dtype=torch.int32, device=device).view(requests, -1)
-        self.query_start = torch.arange(0, requests * size + 1, size, dtype=torch.int32, device=device)
-        self.lengths = torch.full((requests,), self.touched * per_block + size, dtype=torch.int32, device=device)
+        column = first[:, None] + torch.arange(self.touched)
         count = last - begin + 1
         width = -(-(window + size) // LIST_WIDTH) * LIST_WIDTH
-        place = torch.arange(width, device=device)
+        place = torch.arange(width)
         stored = (begin - first * per_block)[:, None] + place
         drafted = self.touched * per_block + place - count[:, None]
         position = torch.where(place < count[:, None], stored, drafted)
-        position = torch.where(place < count[:, None] + size, position, -1).int()
-        self.positions = position.repeat_interleave(size, 0)[:, None]
-        self.counts = (count + size).int().repeat_interleave(size)[:, None]
+        position = torch.where(place < count[:, None] + size, position, -1)
+        parts = _sent(
+            device,
+            torch.minimum(column, newest[:, None]),  # those behind the newest are not listed
+            torch.arange(requests * self.pages).view(requests, -1),
+            torch.arange(0, requests * size + 1, size),
+            torch.full((requests,), self.touched * per_block + size),
+            position.repeat_interleave(size, 0)[:, None],
+            (count + size).repeat_interleave(size)[:, None],
+        )
+        self.columns, self.table, self.query_start, self.lengths, self.positions, self.counts = parts
         self.plan = torch.ops._C_ascend.npu_sparse_flash_mla_metadata(
             heads,
             1,
@@ -149,3 +153,13 @@ class _Listed:
             has_ori_kv=True,
             has_cmp_kv=False,
         )
+
+
+def _sent(device: torch.device, *parts: Tensor) -> list[Tensor]:
+    """Integers from the host as int32, in one transfer; each begins at a multiple of 64 bytes."""
+    room = [-(-part.numel() // 16) * 16 for part in parts]
+    staged = torch.zeros(sum(room), dtype=torch.int32)
+    for part, place in zip(parts, staged.split(room), strict=True):
+        place[: part.numel()] = part.flatten()
+    arrived = staged.to(device).split(room)
+    return [place[: part.numel()].view(part.shape) for part, place in zip(parts, arrived, strict=True)]

@@ -1,5 +1,5 @@
-"""vllm-ascend 0.30.0rc2's own DeepSeek-V4.1 on the emulated NPU: a part of the yardstick, in the tolerances of
-golden/README.md.
+"""vllm-ascend 0.30.0rc2's own DeepSeek-V4.1 on the emulated NPU: what of the yardstick our own model's tests do not
+run, in the tolerances of golden/README.md.
 
 All of it: tests/emulated_npu/yardstick.py, whose figures docs/peer-on-emulated-npu.md shows.
 """
@@ -33,16 +33,6 @@ def recorded(name):
     return json.loads((REPOSITORY / "docs" / "peer-on-emulated-npu.json").read_text())[name]
 
 
-def test_bf16_on_runner_v2():
-    result = part("c-bf16-v2", lengths=(17, 40))
-    for length in ("17", "40"):
-        for kind in ("prefill", "decode"):
-            assert within(result[length]["exact-weights"][kind]), (length, kind, result[length])
-            assert result[length]["exact-weights"][kind] == pytest.approx(
-                recorded("c-bf16-v2")[length]["exact-weights"][kind], abs=0.01
-            )
-
-
 def test_w8a8_in_graphs_on_runner_v1():
     """Bit-equal to eager, by the digest of the decode logits that the yardstick recorded."""
     result = part("c-w8a8-v1-graph", lengths=(17, 40))
@@ -51,35 +41,6 @@ def test_w8a8_in_graphs_on_runner_v1():
     for length in ("17", "40"):
         assert within(result[length]["exact-weights"]["decode"]), result[length]
         assert recorded("c-w8a8-v1-graph")[f"{length}.digest"] == recorded("c-w8a8-v1")[f"{length}.digest"]
-
-
-def test_what_dsv41_quantize_wrote_with_rotation():
-    """rc2 undoes the rotation at the Engram gates, and drafts from the unrotated copies."""
-    result = part("c-w8a8-quarot", lengths=(40, 130))
-    for length in ("40", "130"):
-        for kind in ("prefill", "decode"):
-            assert within(result[length]["exact-weights"][kind]), (length, kind, result[length])
-    first, steps, every, drafts = SCENARIOS["dspark-v1-w8a8-quarot"]()["17"]["exact-weights"]["drafts"]
-    assert steps == 23
-    assert first >= 20
-    assert every >= 0.85 * drafts
-
-
-def test_drafts_of_runner_v1():
-    result = SCENARIOS["dspark-v1-w8a8"]()["17"]
-    assert within(result["exact-weights"]["decode"])
-    first, steps, every, drafts = result["exact-weights"]["drafts"]
-    assert steps == 23
-    assert first >= 20
-    assert every >= 0.85 * drafts
-
-
-def test_runner_v2_taps_one_layer_too_low():
-    """Why the drafts of V1 and V2 differ: with the ids of V1 they are equal (the yardstick's dspark-v2-corrected)."""
-    found = SCENARIOS["dspark-v2-corrected"]()
-    assert found["tap"] == [6, 7, 8]
-    assert recorded("dspark-v2")["tap"] == [5, 6, 7]
-    assert found["17.drafts"] == recorded("dspark-v1")["17.drafts"] != recorded("dspark-v2")["17.drafts"]
 
 
 def test_selections_are_the_golden_ones_but_for_near_ties():
@@ -118,18 +79,6 @@ def test_images():
     assert within(result["prefill"])
 
 
-def test_preemption():
-    result = SCENARIOS["preemption"]()
-    assert result["preempted"] > 0
-    assert all(result["equal"])
-
-
-def test_sampling():
-    result = part("sampling-v1", draws=128)
-    assert result["seed_repeats"]
-    assert result["total_variation"] < 2 * result["expected"]
-
-
 @pytest.mark.emulated_npu(fresh=True, devices=2, device_type="A3")
 def test_experts_on_two_devices():
     """A3: dispatch and combine in decode, all-to-all in prefill; tokens of one device, up to near ties of W8A8."""
@@ -139,9 +88,3 @@ def test_experts_on_two_devices():
             assert a == b or gap < 0.15
             if a != b:
                 break
-
-
-@pytest.mark.emulated_npu(fresh=True, devices=2)
-def test_idle_data_parallel_ranks():
-    result = SCENARIOS["dp2"]()
-    assert result["tokens"] == result["together"] == recorded("tp1")["tokens"]

@@ -9,6 +9,7 @@ Lengths that are no powers of two are allowed, as in Triton-Ascend. Not modelled
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -160,8 +161,20 @@ def install(interpreter: Any) -> None:
     executor.__call__ = _launch(executor.__call__)
 
 
-def _launch(run: Callable[..., Any]) -> Callable[..., Any]:
+def _vectorised(self: Any, *positional: Any, **named: Any) -> Any:
+    """One of our kernels by its operator's reference."""
+    from .vectorised import KERNELS
+
+    def host(value: Any) -> Any:
+        return memory.host(value) if isinstance(value, torch.Tensor) else value
+
+    return KERNELS[self.fn.__name__](*map(host, positional), **named)
+
+
+def _launch(interpreted: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *positional: Any, **named: Any) -> Any:
+        ours = self.fn.__module__.startswith("vllm_ascend_dsv41.") and not self.fn.__name__.startswith("lookup")
+        run = _vectorised if ours and os.environ.get("EMULATED_TRITON") == "vectorised" else interpreted
         if WAITING.value:
             graphs.check_launch(torch.npu.current_stream().npu_stream)
         if recorder.active():

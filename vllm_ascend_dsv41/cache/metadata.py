@@ -38,7 +38,8 @@ class RowMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         """vLLM calls this once per step and cache kind."""
         del common_prefix_len, fast_build
         common = common_attn_metadata
-        requests = common.num_reqs
+        # vllm-ascend may count padding as one more request, of which only query_start_loc knows
+        requests = min(common.num_reqs, len(common.seq_lens))
         # padded to the size of a graph where the runner says so, as its tensors are
         tokens = getattr(common, "num_input_tokens", 0) or common.num_actual_tokens
         start, lengths = common.query_start_loc[: requests + 1], common.seq_lens[:requests]

@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .members import RESULT, run_members, scratch
+from .server import free_port
+
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 TENSOR_PARALLEL = 8  # of the recipes; fewer ranks are one group
 ODD, LARGE = 4099, 8 * 2**20  # elements; 16 MiB in BF16
-LIMIT = 180  # seconds for all of it: a rank that does not come must not hold the others for ever
+LIMIT, PATIENCE = 300, 120  # seconds for all of it; and how long a rank waits for one that does not come
 
 
 class CollectiveError(RuntimeError):
-    """Ranks did not meet, or a rank received other values than were sent."""
+    """A rank received other values than were sent, or there cannot be so many ranks."""
 
 
 def _pattern(rank: int, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -95,7 +97,7 @@ def _member(kind: str) -> dict[str, Any]:
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", rank)))
     if kind != "cpu":
         torch.get_device_module(kind).set_device(device)
-    dist.init_process_group(BACKENDS[kind], timeout=timedelta(seconds=LIMIT))
+    dist.init_process_group(BACKENDS[kind], timeout=timedelta(seconds=PATIENCE))
     done = 0
     for name, members in _groups(world, TENSOR_PARALLEL).items():
         for ranks in members:
@@ -103,67 +105,50 @@ def _member(kind: str) -> dict[str, Any]:
             if rank not in ranks:
                 continue
             for title, function in _collectives(ranks, device, ODD).items():
+                print(f"rank {rank}: {title} over {name} ranks {ranks}", flush=True)
                 if not function(group):
                     raise CollectiveError(f"{title} over {name} ranks {ranks}: rank {rank} received wrong values")
                 done += 1
     large = torch.ones(LARGE, dtype=torch.bfloat16, device=device)
     dist.all_reduce(large)  # the first one also builds what later ones use
+    float(large.fill_(1)[0])  # reading a value waits for the device
     started = time.perf_counter()
     dist.all_reduce(large)
-    seconds = float(large[0]) and time.perf_counter() - started  # reading a value waits for the device
+    arrived = float(large[0])
+    seconds = time.perf_counter() - started
+    if arrived != world or not bool((large == world).all()):
+        raise CollectiveError(f"all_reduce of {2 * LARGE // 2**20} MiB: rank {rank} received wrong values")
     dist.barrier()
     return {"rank": rank, "ranks": world, "collectives": done, "milliseconds": round(1e3 * seconds, 3)}
 
 
 def run(kind: str, ranks: int) -> str:
-    """Start ``ranks`` processes on this machine; what was seen, in words. Raises CollectiveError."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, kind],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = _wait(members)
-    finally:
-        for member in members:
-            member.kill()
-            member.wait()
+    """Start ``ranks`` processes on this machine, one for each device (0: for all of them, on a CPU two); what was seen,
+    in words. Raises CollectiveError, MemberError."""
+    if kind not in BACKENDS:
+        raise CollectiveError(f"no backend is known for {kind}; there are {', '.join(BACKENDS)}")
+    devices = 2 if kind == "cpu" else torch.get_device_module(kind).device_count()
+    if kind != "cpu" and ranks > devices:
+        raise CollectiveError(f"--ranks {ranks}: {devices} devices are visible here")
+    ranks = ranks or devices
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    with scratch() as directory:
+        said = json.loads(run_members(__name__, [kind], own, directory, LIMIT))
+    groups = ", ".join(f"{len(members)} of {len(members[0])}" for members in _groups(ranks, TENSOR_PARALLEL).values())
     return (
-        f"{ranks} ranks by {BACKENDS[kind]}, {said['collectives']} collectives exact; all-reduce of "
-        f"{2 * LARGE // 2**20} MiB {said['milliseconds']} ms"
+        f"{ranks} ranks by {BACKENDS[kind]} in groups: {groups}; {said['collectives']} collectives of rank 0 exact; "
+        f"all-reduce of {2 * LARGE // 2**20} MiB {said['milliseconds']} ms"
     )
 
 
-def _wait(members: list[subprocess.Popen[str]]) -> dict[str, Any]:
-    """What rank 0 said once all have ended; the first that fails ends the wait."""
-    deadline = time.monotonic() + LIMIT
-    while any(member.poll() is None for member in members):
-        failed = next((m for m in members if m.poll()), None)
-        if failed is not None or time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    for rank, member in enumerate(members):
-        if member.poll():
-            lines = (member.stderr.read() if member.stderr else "").strip().splitlines()
-            reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no message")
-            raise CollectiveError(f"rank {rank} of {len(members)} failed: {reason}")
-    late = [rank for rank, member in enumerate(members) if member.poll() is None]
-    if late:
-        raise CollectiveError(f"ranks {late} of {len(members)} did not finish within {LIMIT} s")
-    output = members[0].stdout.read() if members[0].stdout else ""
-    said: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return said
+def main() -> None:
+    """One rank: writes what it saw where it was asked to, else to standard output."""
+    said = json.dumps(_member(sys.argv[1]))
+    Path(os.environ.get(RESULT, "/dev/stdout")).write_text(said + "\n", encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # process groups take their time to end
 
 
 if __name__ == "__main__":
-    print(json.dumps(_member(sys.argv[1])), flush=True)
-    os._exit(0)  # process groups take their time to end
+    main()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,27 +96,20 @@ def _index_weights(device: str) -> Check:
 
 def _exchange(device: str, ranks: int) -> Check:
     """Collectives of as many processes as there are devices, or ``ranks``."""
-    from .collectives import CollectiveError, run
+    from .collectives import run
 
-    kind = torch.device(device).type
-    ranks = ranks or (2 if kind == "cpu" else torch.get_device_module(kind).device_count())
-    try:
-        return Check("collectives", True, run(kind, ranks))
-    except CollectiveError as error:
-        return Check("collectives", False, str(error))
+    return Check("collectives", True, run(torch.device(device).type, ranks))
 
 
 def _model(device: str, ranks: int) -> Check:
     """A tiny model, converted, served and compared with the reference."""
     from .demo import EQUAL_SHARE, NEAR_TIE, compare_with_reference
-    from .tiny_run import PROMPTS, TinyRunError, served
+    from .members import scratch
+    from .tiny_run import PROMPTS, served
 
     del ranks
-    with tempfile.TemporaryDirectory(prefix="dsv41-selftest-") as directory:
-        try:
-            checkpoint, tokens = served(torch.device(device).type, Path(directory))
-        except TinyRunError as error:
-            return Check("a tiny model, served", False, str(error))
+    with scratch() as directory:
+        checkpoint, tokens = served(torch.device(device).type, directory)
         compared = [compare_with_reference(checkpoint, p, t) for p, t in zip(PROMPTS, tokens, strict=True)]
     equal, total = sum(c.equal for c in compared), sum(c.total for c in compared)
     gap = max(c.worst_gap for c in compared)
@@ -126,6 +117,23 @@ def _model(device: str, ranks: int) -> Check:
     return Check("a tiny model, served", gap <= NEAR_TIE and equal >= EQUAL_SHARE * total, found)
 
 
+def tried(check: Callable[..., Check], *arguments: Any) -> Check:
+    """The check's result. Whatever it dies of is its result, too: others must not be lost with it."""
+    try:
+        return check(*arguments)
+    except Exception as error:
+        said = str(error).strip().splitlines() or ["no message"]
+        return Check(NAMES[check], False, f"{type(error).__name__}: {said[0]}")
+
+
 CHECKS: dict[str, tuple[Callable[[str], Check], ...]] = {"npu": (_formats, _graph, _index_weights, _host_memory)}
 #: These start processes, and take minutes.
 SYSTEM_CHECKS: tuple[Callable[[str, int], Check], ...] = (_exchange, _model)
+NAMES: dict[Callable[..., Check], str] = {
+    _formats: "INT8 weights in FRACTAL_NZ",
+    _graph: "a captured graph, replayed with other data",
+    _index_weights: "FP16 index weights times query scales",
+    _host_memory: "the device reads registered host memory",
+    _exchange: "collectives",
+    _model: "a tiny model, served",
+}

@@ -3,15 +3,18 @@ the device around them. It is what runs first on new hardware."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection
+import math
+import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from ..ops.compare import Comparison, compare
 from ..ops.registry import REFERENCE, operators
-from .device_checks import CHECKS, SYSTEM_CHECKS, Check, prepare
+from .device_checks import CHECKS, SYSTEM_CHECKS, Check, prepare, tried
 
 
 def _line(result: Comparison) -> str:
@@ -26,14 +29,18 @@ def _line(result: Comparison) -> str:
     )
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no other numbers
+
+
 def _as_json(result: Comparison) -> dict[str, Any]:
     return {
         "operator": result.operator,
         "implementation": result.implementation,
         "example": result.title,
         "dtype": str(result.dtype).removeprefix("torch."),
-        "max_abs": None if result.refused else result.absolute,
-        "max_rel": None if result.refused else result.error,
+        "max_abs": _finite(result.absolute),
+        "max_rel": _finite(result.error),
         "refused": result.refused,
         "bound": result.bound,
         "passed": result.passed,
@@ -58,30 +65,51 @@ def selftest(
     if unknown:
         known = ", ".join(op.name for op in operators())
         raise ValueError(f"--ops {','.join(unknown)}: no such operator; there are {known}")
-    try:
-        prepare(kind)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    results = list(compare(seed, device, only))
-    checks = [] if only else [check(device) for check in CHECKS.get(kind, ())]
-    if not only and not quick:
-        checks += [check(device, ranks) for check in SYSTEM_CHECKS]
+    if ranks and (only or quick):
+        raise ValueError("--ranks is for the collectives, which --ops and --quick leave out")
+    # standard output is the result's alone: libraries log to it
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            prepare(kind)
+            torch.zeros(1, device=device).item()
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+            raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
+        results, checks = _run(device, kind, seed, only, quick, ranks, not as_json)
     if as_json:
         compared = [_as_json(r) for r in results if r.implementation != REFERENCE]
         print(json.dumps({"device": device, "operators": compared, "checks": [vars(c) for c in checks]}))
     else:
-        _print(device, kind, results, checks, only)
+        _summarise(device, kind, results, checks, only)
     return 0 if all(r.passed for r in results) and all(c.passed for c in checks) else 1
 
 
-def _print(device: str, kind: str, results: list[Comparison], checks: list[Check], only: Collection[str]) -> None:
-    print(f"{'operator':20} {'runs as':10} {'dtype':9} {'max abs':>10} {'max rel':>10} {'bound':>10}  verdict example")
-    for result in results:
-        if result.implementation != REFERENCE:
-            print(_line(result))
-    for check in checks:
-        print(f"{check.name:42} {'ok' if check.passed else 'FAILED':7} {check.found}")
+def _run(
+    device: str, kind: str, seed: int, only: Collection[str], quick: bool, ranks: int, show: bool
+) -> tuple[list[Comparison], list[Check]]:
+    """Everything that was asked for; lines are shown as they come."""
+    results: list[Comparison] = []
+    checks: list[Check] = []
+    if show:
+        print(
+            f"{'operator':20} {'runs as':10} {'dtype':9} {'max abs':>10} {'max rel':>10} {'bound':>10}  verdict example"
+        )
+    for result in compare(seed, device, only):
+        results.append(result)
+        if show and result.implementation != REFERENCE:
+            print(_line(result), flush=True)
+    wanted: list[tuple[Callable[..., Check], tuple[Any, ...]]] = []
+    if not only:
+        wanted += [(check, (device,)) for check in CHECKS.get(kind, ())]
+    if not only and not quick:
+        wanted += [(check, (device, ranks)) for check in SYSTEM_CHECKS]
+    for check, arguments in wanted:
+        checks.append(found := tried(check, *arguments))
+        if show:
+            print(f"{found.name:42} {'ok' if found.passed else 'FAILED':7} {found.found}", flush=True)
+    return results, checks
+
+
+def _summarise(device: str, kind: str, results: list[Comparison], checks: list[Check], only: Collection[str]) -> None:
     if not only:
         own = {op.name for op in operators() if len(op.implementations) > 1 and kind in op.implementations}
         alone = sorted(op.name for op in operators() if op.name not in own)
@@ -90,4 +118,4 @@ def _print(device: str, kind: str, results: list[Comparison], checks: list[Check
     compared = sum(result.implementation != REFERENCE for result in results)
     print(f"{compared} comparisons on {device}, {len(failed)} failed")
     if checks:
-        print(f"{len(checks)} checks of the device, {sum(not c.passed for c in checks)} failed")
+        print(f"{len(checks)} checks beside them, {sum(not c.passed for c in checks)} failed")

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from ..quant import Weights, convert
 from ..tiny_checkpoint import PRESETS, Sizes, write_checkpoint
+from .members import RESULT, run_members
 
 PROMPTS = ([11 + 7 * i % 300 for i in range(23)], [5 + 13 * i % 290 for i in range(140)])
 TOKENS, DRAFTED = 24, 5
 LIMIT = 900  # seconds: kernels are compiled on the way
 SIZES = [1 + DRAFTED, 2 * (1 + DRAFTED)]  # of captured graphs
-
-
-class TinyRunError(RuntimeError):
-    """The engine did not start or did not answer."""
 
 
 def options(kind: str) -> dict[str, Any]:
@@ -60,7 +56,7 @@ def generate(kind: str, model: Path) -> list[list[int]]:
 def served(kind: str, directory: Path) -> tuple[Path, list[list[int]]]:
     """Write and convert the checkpoint in ``directory``, serve it in a process. -> (checkpoint, tokens by prompt).
 
-    Raises TinyRunError with the engine's last words.
+    Raises MemberError when the engine does not start or answer.
     """
     from .serve import plugin_names
 
@@ -68,26 +64,13 @@ def served(kind: str, directory: Path) -> tuple[Path, list[list[int]]]:
     write_checkpoint(Sizes(**PRESETS["c"]), official)
     convert(official, converted, Weights.W8A8, workers=1)
     fixed = {"VLLM_PLUGINS": plugin_names(), "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ, **fixed}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, kind, str(converted)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TinyRunError(f"the engine did not answer within {LIMIT} s") from error
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no message")
-        raise TinyRunError(f"the engine ended with status {done.returncode}: {reason.strip()}")
-    tokens: list[list[int]] = json.loads(done.stdout.strip().splitlines()[-1])
+    fixed |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    said = run_members(__name__, [kind, str(converted)], [fixed], directory, LIMIT)
+    tokens: list[list[int]] = json.loads(said)
     return converted, tokens
 
 
 if __name__ == "__main__":
-    print(json.dumps(generate(sys.argv[1], Path(sys.argv[2]))), flush=True)
+    Path(os.environ[RESULT]).write_text(json.dumps(generate(sys.argv[1], Path(sys.argv[2]))), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # interpreters of Triton and vLLM's threads take their time to end

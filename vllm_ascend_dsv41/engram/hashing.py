@@ -60,7 +60,9 @@ class NgramHash(nn.Module):
                 f"config.json: engram_num_embeddings = {config['engram_num_embeddings']}, "
                 f"the hash functions address {rows} rows"
             )
-        token_map = torch.tensor(mapping)
+        # ids that the embedding has and the tokenizer has not mean nothing
+        unknown = max(config.get("vocab_size", 0) - len(mapping), 0)
+        token_map = torch.cat((torch.tensor(mapping), torch.full((unknown,), DEAD)))
         self.pad = int(token_map[config["engram_pad_token_id"]])
         image = config.get("image_token_id")
         if image is not None and image < len(token_map):

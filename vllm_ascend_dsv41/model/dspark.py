@@ -94,18 +94,19 @@ class Draft(nn.Module):
     def forward(self, anchors: Tensor, last: Tensor, tables: dict[str, Tensor], size: int) -> tuple[Tensor, Tensor]:
         """Draft ``size`` tokens for each of R requests.
 
-        anchors: [R] int64, the newest token of each, which the trunk has not seen; last: [R] int64, position of the
-        token before it; tables: block table [R, blocks] of each stage's window, empty in idle steps, whose caches are
-        not touched. Returns the collapsed streams [R * size, D] before and after the final norm.
+        anchors: [R] int64 on the host, the newest token of each, which the trunk has not seen; last: [R] int64 on the
+        host, position of the token before it; tables: block table [R, blocks] of each stage's window, empty in idle
+        steps, whose caches are not touched. Returns the collapsed streams [R * size, D] before and after the final
+        norm.
         """
-        device, requests = anchors.device, len(anchors)
-        tokens = torch.full((requests, size), self.noise_token_id, dtype=torch.long, device=device)
+        tokens = torch.full((len(anchors), size), self.noise_token_id, dtype=torch.long)
         tokens[:, 0] = anchors
-        positions = (last[:, None] + torch.arange(1, size + 1, device=device)).flatten()
+        both = torch.stack((tokens, last[:, None] + torch.arange(1, size + 1)))
+        tokens, positions = both.to(self.main_proj.weight.device).flatten(1)  # one transfer
         text = torch.zeros_like(positions, dtype=torch.bool)
         blocks = {"blocks": Blocks(last, size), "tables": tables} if tables else None
         step = Step(positions, text, blocks, self.rope)
-        streams, pre = spread(self._embed[0](tokens.flatten()), self.hc)
+        streams, pre = spread(self._embed[0](tokens), self.hc)
         for stage in self.stages:
             streams, pre = stage(streams, pre, step)
         hidden = hc_collapse(streams, pre)

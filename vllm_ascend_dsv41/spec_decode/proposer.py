@@ -52,16 +52,17 @@ class DSparkProposer:
     ) -> Proposal:
         """Draft for R requests.
 
-        anchors: [R] int64, newest tokens; last: [R] int64, positions of the tokens before them; tables: block table
-        [R, blocks] of each window; temperature: [R] float32, 0 for greedy requests, None: all greedy; generators: of
-        requests with a seed, by row. Every data-parallel rank must come here or to ``idle`` in every step.
+        anchors: [R] int64, newest tokens; last: [R] int64, positions of the tokens before them, both on the host;
+        tables: block table [R, blocks] of each window; temperature: [R] float32, 0 for greedy requests, None: all
+        greedy; generators: of requests with a seed, by row. Every data-parallel rank must come here or to ``idle`` in
+        every step.
         """
         requests = len(anchors)
         with self.forward_context(requests * self.size):
             hidden, logits = self._target.draft(anchors, last, tables, self.size)
         logits = logits.view(requests, self.size, -1)
         sampling = self.probabilistic and temperature is not None
-        tokens, probabilities, previous = [], [], anchors
+        tokens, probabilities, previous = [], [], anchors.to(self.device)
         for i in range(self.size):  # each token biases the next
             row = logits[:, i].add_(self._target.model.mtp.markov_bias(previous))
             previous = row.argmax(1)
@@ -90,11 +91,11 @@ class DSparkProposer:
 
     def idle(self) -> None:
         """Take part in the collectives of a step in which other data-parallel ranks draft."""
-        nothing = torch.zeros(1, dtype=torch.long, device=self.device)
+        nothing = torch.zeros(1, dtype=torch.long)
         self.propose(nothing, nothing, {})
 
     def confidence(self, proposal: Proposal, anchors: Tensor) -> Tensor:
         """Logits of the confidence head: [R, K] float32."""
-        before = torch.cat((anchors[:, None], proposal.tokens[:, :-1]), 1)
+        before = torch.cat((anchors.to(self.device)[:, None], proposal.tokens[:, :-1]), 1)
         flat: Tensor = self._target.model.mtp.confidence(proposal.hidden.flatten(0, 1), before.flatten())
         return flat.view_as(proposal.tokens)

@@ -127,17 +127,22 @@ class DSparkRunner:
         if not rows:
             self.draft_idle()
             return drafts
-        index = torch.tensor(rows, device=device)
-        anchors = torch.tensor([sampled_token_ids[row][-1] for row in rows], device=device)
+        anchors = torch.tensor([sampled_token_ids[row][-1] for row in rows])
         # the sampled tokens are in the books already: the newest is the anchor
-        last = torch.tensor([int(batch.num_tokens_no_spec[row]) - 2 for row in rows], device=device)
-        temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature[index]
+        last = torch.tensor([int(batch.num_tokens_no_spec[row]) - 2 for row in rows])
+        # in most steps every row drafts
+        index = None if rows == list(range(len(rows))) else torch.tensor(rows, device=device)
+
+        def chosen(values: Tensor) -> Tensor:
+            return values[: len(rows)] if index is None else values.index_select(0, index)
+
+        temperature = None if sampling_metadata.all_greedy else chosen(sampling_metadata.temperature)
         generators = {
             place: sampling_metadata.generators[row]
             for place, row in enumerate(rows)
             if row in sampling_metadata.generators
         }
-        tables = {name: table[index] for name, table in self._tables.items()}
+        tables = {name: chosen(table) for name, table in self._tables.items()}
         proposal = self.drafter.propose(anchors, last, tables, temperature, generators)
         for place, (row, tokens) in enumerate(zip(rows, proposal.tokens.tolist(), strict=True)):
             drafts[row] = tokens

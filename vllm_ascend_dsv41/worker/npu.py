@@ -60,7 +60,7 @@ class NpuProposer(DSparkProposer):
         del num_tokens
         if is_profile:
             requests = self.vllm_config.scheduler_config.max_num_seqs
-            nothing = torch.zeros(requests, dtype=torch.long, device=self.device)
+            nothing = torch.zeros(requests, dtype=torch.long)
             drawn = torch.ones(requests, device=self.device) if self.probabilistic else None
             self.propose(nothing, nothing, {}, drawn)
 

@@ -8,13 +8,14 @@ from vllm_ascend_dsv41.ops import operators
 from vllm_ascend_dsv41.ops.compare import compare
 
 pytestmark = [pytest.mark.long, pytest.mark.emulated_npu]
-# engram_lookup_mapped reads memory that the reference cannot (tests/emulated_npu/test_engram.py); the others are parts of
-# operators that have kernels of their own
+# engram_lookup_mapped reads memory that the reference cannot (tests/emulated_npu/test_engram.py); the others are parts
+# of operators that have kernels of their own
 NONE = {"engram_lookup_mapped", "gather_rows", "hash_ngrams", "pool_pairs", "scatter_rows"}
 
 
 @pytest.fixture(autouse=True)
-def extension():
+def extension(monkeypatch):
+    monkeypatch.delenv("EMULATED_TRITON")
     import torch_npu  # noqa: F401
     from vllm_ascend.utils import enable_custom_op
 

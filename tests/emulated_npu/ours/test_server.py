@@ -1,0 +1,31 @@
+"""`dsv41 serve` on the emulated device: the server's own processes, over HTTP, with graphs and drafts."""
+
+import pytest
+
+from emulated_npu.ours.trace import PLUGINS
+from vllm_ascend_dsv41.deploy.demo import FLAGS, NEAR_TIE, SERVED_NAME, _requests, compare_with_reference
+from vllm_ascend_dsv41.deploy.server import Server
+
+pytestmark = [pytest.mark.long, pytest.mark.emulated_npu(fresh=True)]
+OPTIONS = (
+    *(flag for flag in FLAGS if flag != "--enforce-eager"),
+    *("--max-num-seqs", "2", "--max-model-len", "1024", "--gpu-memory-utilization", "0.05"),
+    *("--num-gpu-blocks-override", "128", "--limit-mm-per-prompt", '{"image": 0}'),
+    *("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0, "cudagraph_capture_sizes": [6, 12]}'),
+    *("--speculative-config", '{"method": "dspark", "num_speculative_tokens": 5}'),
+)
+
+
+def test_requests_over_http(converted, tmp_path, monkeypatch):
+    model, log = converted("a", "w8a8"), tmp_path / "log"
+    monkeypatch.setattr("vllm_ascend_dsv41.deploy.demo.REQUEST", {**_short(), "model": SERVED_NAME})
+    with Server(model, OPTIONS, log, env={"VLLM_PLUGINS": PLUGINS, "VLLM_USE_V2_MODEL_RUNNER": "0"}) as server:
+        prompt, tokens = _requests(server)
+    result = compare_with_reference(model, prompt, tokens)
+    assert result.worst_gap <= NEAR_TIE
+    assert result.equal >= 0.7 * result.total
+    assert "operators: " in log.read_text()
+
+
+def _short():
+    return {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_completion_tokens": 24}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ops import engram_inject
@@ -21,6 +22,7 @@ class Engram(nn.Module):
     """
 
     rotation: Tensor | None
+    qk_weight: Tensor
 
     def __init__(
         self, config: Any, index: int, memory: EngramMemory, rotation: Tensor | None, quant_config: Any, prefix: str
@@ -39,8 +41,13 @@ class Engram(nn.Module):
             return_bias=False,
         )
         self.q_weight, self.k_weight = (empty(config.hc_mult, config.hidden_size) for _ in range(2))
+        self.register_buffer("qk_weight", torch.empty_like(self.q_weight), persistent=False)
+
+    def after_loading(self) -> None:
+        """What the gate multiplies by: once, not in every step."""
+        self.qk_weight.copy_(self.q_weight * self.k_weight)
 
     def forward(self, streams: Tensor, step: Step) -> Tensor:
         """streams [T, hc, D] -> the same."""
         kv = self.wkv(self._finish(step.engram[self.index]).flatten(1))
-        return engram_inject(streams, kv, self.q_weight * self.k_weight, step.dead, self.eps, self.rotation)
+        return engram_inject(streams, kv, self.qk_weight, step.dead, self.eps, self.rotation)

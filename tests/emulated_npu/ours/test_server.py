@@ -17,14 +17,15 @@ OPTIONS = (
 
 
 def test_requests_over_http(converted, tmp_path, monkeypatch):
-    model, log = converted("a", "w8a8"), tmp_path / "log"
+    model = converted("a", "w8a8")
     monkeypatch.setattr("vllm_ascend_dsv41.deploy.demo.REQUEST", {**_short(), "model": SERVED_NAME})
-    with Server(model, OPTIONS, log, env={"VLLM_PLUGINS": PLUGINS, "VLLM_USE_V2_MODEL_RUNNER": "0"}) as server:
+    with Server(
+        model, OPTIONS, tmp_path / "log", env={"VLLM_PLUGINS": PLUGINS, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    ) as server:
         prompt, tokens = _requests(server)
     result = compare_with_reference(model, prompt, tokens)
     assert result.worst_gap <= NEAR_TIE
     assert result.equal >= 0.7 * result.total
-    assert "operators: " in log.read_text()
 
 
 def _short():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,3 +57,25 @@ def test_registration_is_repeatable():
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     assert QUANTIZATION_METHODS.count("ascend") == 1
+
+
+def test_sizes_that_kernels_refuse_are_named():
+    from vllm_ascend_dsv41.platform.kernel_sizes import outside
+
+    released = {
+        "num_attention_heads": 64,
+        "head_dim": 512,
+        "sliding_window": 128,
+        "index_topk": 512,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "candidate_topk_blocks": 2048,
+    }
+    for ranks in (1, 2, 4, 8, 16):
+        assert outside(SimpleNamespace(**released), ranks) == []
+    tiny = SimpleNamespace(**{**released, "num_attention_heads": 12, "index_head_dim": 64, "candidate_topk_blocks": 6})
+    assert outside(tiny, 2) == [
+        "index_head_dim 64, expected 128",
+        "6 heads a rank, expected a power of two up to 128",
+        "candidate_topk_blocks 6, expected a multiple of 64 up to 2048",
+    ]

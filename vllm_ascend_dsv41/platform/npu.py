@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -9,7 +10,10 @@ from ..ops import overrides
 from ..ops.registry import OVERRIDES
 from ..spec_decode.options import accept
 from ..upstream import NPUPlatform
+from .kernel_sizes import outside
 from .refusals import refuse, refuse_first, serves
+
+logger = logging.getLogger(__name__)
 
 BLOCK_SIZES = (32, 64, 128)  # tokens of a block that the attention kernel's pages may hold
 #: Of vllm-ascend's --additional-config: what changes the path of the model and was not built for it.
@@ -57,6 +61,9 @@ class NpuPlatform(NPUPlatform):  # type: ignore[misc]
         refuse(vllm_config)
         _refuse(vllm_config)
         accept(vllm_config)
+        sizes = outside(vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
+        if sizes:
+            logger.warning("sizes that kernels of A2 and A3 refuse, as far as their source says: %s", "; ".join(sizes))
         vllm_config.scheduler_config.async_scheduling = False  # Engram looks back at generated tokens, on the host
         _keep_own_options(vllm_config)
         _choose_graphs(vllm_config)

@@ -143,3 +143,36 @@ def test_two_data_parallel_devices_with_idle_ranks(converted, tmp_path, ours):
     )
     assert found["tokens"] == wanted
     assert found["together"] == wanted
+
+
+def test_sizes_that_upstream_refuses(tmp_path):
+    """vllm-ascend's own model needs index keys of 128, heads of a power of two in number and width, layers a multiple
+    of KV sources, and no more draft stages than these. Whatever ``layer_plan`` accepts runs here."""
+    from vllm_ascend_dsv41.quant import Weights, convert
+    from vllm_ascend_dsv41.tiny_checkpoint import Sizes, write_checkpoint
+
+    odd = Sizes(
+        hidden_size=288,
+        num_hidden_layers=7,
+        num_attention_heads=6,
+        head_dim=96,
+        o_groups=3,
+        sliding_window=24,
+        compress_ratios=[0, 2, 2, 1, 1, 2, 2],
+        kv_source_layer_ids=[1, 3, 5],
+        index_source_layer_ids=[1, 3, 5],
+        candidate_source_layer_id=-1,
+        index_n_heads=5,
+        index_head_dim=96,
+        index_topk=9,
+        engram_layer_ids=[2],
+        num_nextn_predict_layers=4,
+        dspark_target_layer_ids=[0, 6],
+    )
+    write_checkpoint(odd, tmp_path / "official")
+    model = convert(tmp_path / "official", tmp_path / "odd", Weights.BF16, workers=1)
+    options = {"drafts": True, "free": 8, "dtype": "float32"}
+    cpu = run(model, "a", (17, 40), tmp_path / "cpu", "cpu", **options)
+    npu = run(model, "a", (17, 40), tmp_path / "npu", **options)
+    assert (npu.tokens, npu.drafts) == (cpu.tokens, cpu.drafts)
+    assert not far_apart(npu, cpu)

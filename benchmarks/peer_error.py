@@ -83,8 +83,10 @@ def _moved(model: Path, target: Path) -> Path:
     """A copy whose weight scales need all of float32."""
     if not target.exists():
         chance = torch.Generator().manual_seed(11)
-        shutil.copytree(model, target)
-        for path in sorted(target.glob("*.safetensors")):
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(model, partial)
+        for path in sorted(partial.glob("*.safetensors")):
             tensors = load_file(path)
             if "_engram_embed." in path.name or not any(name.endswith("weight_scale") for name in tensors):
                 continue
@@ -94,6 +96,7 @@ def _moved(model: Path, target: Path) -> Path:
                     tensors[name] = (tensors[name] * factor).float()
             path.unlink()
             save_file(tensors, path, metadata={"format": "pt"})
+        partial.rename(target)
     return target
 
 

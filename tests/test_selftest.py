@@ -105,7 +105,6 @@ def test_what_a_check_dies_of_is_its_result(monkeypatch, capsys):
         print("a library's line on standard output")
         raise OSError("no space left on /tmp")
 
-    monkeypatch.setattr(device_checks, "SYSTEM_CHECKS", (dies,))
     monkeypatch.setattr("vllm_ascend_dsv41.deploy.selftest.SYSTEM_CHECKS", (dies,))
     monkeypatch.setitem(device_checks.NAMES, dies, "collectives")
     assert main(["selftest", "--json"]) == 1

@@ -160,7 +160,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     selftest = commands.add_parser("selftest", help="try this machine: operators, device, collectives, a tiny model")
-    selftest.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    selftest.add_argument(
+        "--device",
+        default="cpu",
+        help="of the operators; collectives take all of its kind, the model the first (default: %(default)s)",
+    )
     selftest.add_argument("--seed", type=int, default=0)
     selftest.add_argument("--ops", metavar="NAME,NAME", help="these operators only (default: all, and the device)")
     selftest.add_argument("--quick", action="store_true", help="without collectives and the tiny model: seconds")

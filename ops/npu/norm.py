@@ -41,7 +41,7 @@ def _rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
     if weight.dtype != x.dtype or x.dtype == torch.float32:
         return quantize_per_token(rms_norm(x, weight.float(), eps))
     if not x.numel():
-        return torch.empty_like(x, dtype=torch.int8), torch.empty(len(x), 1, device=x.device)
+        return torch.empty_like(x, dtype=torch.int8), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     codes, scale = torch.ops._C_ascend.npu_rms_norm_dynamic_quant(x, weight, epsilon=eps)
     return codes, scale[:, None]
 

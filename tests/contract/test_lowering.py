@@ -58,15 +58,16 @@ def test_kernels_compile_to_hivmcs_door(tmp_path, kernel, groups, soc):
 
 
 BF16, FP32, I8, I32, I64 = "*bf16", "*fp32", "*i8", "*i32", "*i64"
-RING = ("requests", "table_stride", "ring_stride", "capacity")
+RING = ("tokens", "requests", "table_stride", "ring_stride", "capacity")
 #: file, kernel, tensors, numbers, constants: released sizes; of latents TP8, TP1 and the draft's observed rows.
 KERNELS = [
     *(
         (
             "latents",
             "latents",
-            {"q": BF16, "kv": BF16, "weight": FP32, "cos": FP32, "sin": FP32, "slots": I32, "cache": BF16},
-            ("kv_stride", "block_stride", "per_block"),
+            {"q": BF16, "kv": BF16, "weight": FP32, "cos": FP32, "sin": FP32, "cache": BF16}
+            | {"slots": I32 if slots else BF16},
+            ("tokens", "kv_stride", "block_stride", "per_block"),
             {"HEADS": heads, "WIDTH": 512, "ROPE": 64, "SLOTS": slots}
             | {"HEAD_PAD": min(max(heads, 1), 16), "PLAIN_PAD": 512, "PAIR_PAD": 32},
         )
@@ -78,7 +79,7 @@ KERNELS = [
             "compressed",
             {"latent": BF16, "key": BF16, "weight": FP32, "cos": FP32, "sin": FP32, "row_slots": I32, "key_slots": I32}
             | {"rows": BF16, "keys": I8, "scales": "*fp16"},
-            ("row_stride", "row_per_block", "key_stride", "key_per_block", "scale_stride"),
+            ("tokens", "row_stride", "row_per_block", "key_stride", "key_per_block", "scale_stride"),
             {"WIDTH": 512, "INDEX": 128, "ROPE": 64, "RATIO": ratio, "CODES": True}
             | {"PLAIN_PAD": 512, "INDEX_PAD": 64, "PAIR_PAD": 32},
         )
@@ -88,7 +89,7 @@ KERNELS = [
         "gate",
         "inject",
         {"streams": BF16, "kv": BF16, "weight": FP32, "dead": "*i1", "out": BF16},
-        ("kv_stride",),
+        ("tokens", "kv_stride"),
         {"HC": 4, "DIM": 5120, "PART": 1024},
     ),
     (

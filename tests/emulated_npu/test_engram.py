@@ -79,12 +79,15 @@ def test_the_operator_is_its_reference(tokens, groups):
 
 
 def test_hashes_are_the_cpus():
-    ngrams = torch.randint(0, 99_092, (40, 4))
-    ngrams[5, 0] = ngrams[9, 2] = reference_ops.DEAD
-    arguments = [torch.randint(2**40, 2**46, (2, 4)) * 2 + 1, torch.randint(10**7, 2 * 10**7, (2, 3, 8))]
-    arguments.append(arguments[1].flatten(1).cumsum(1))
-    found = ops.hash_ngrams(ngrams.to("npu"), *(part.to("npu") for part in arguments), 2)
-    assert torch.equal(found.cpu(), ops.hash_ngrams(ngrams, *arguments, 2))
+    token_map = torch.randint(0, 99_092, (500,))
+    token_map[[5, 9]] = reference_ops.DEAD
+    ids, lookback = torch.randint(0, 500, (40,)), torch.randint(-1, 500, (3, 3)).int()
+    ids[[4, 20]] = 9
+    primes = torch.randint(10**7, 2 * 10**7, (2, 3, 8))
+    arguments = [ids, token_map, lookback, torch.tensor([0, 17, 18, 36], dtype=torch.int32)]
+    arguments += [torch.randint(2**40, 2**46, (2, 4)) * 2 + 1, primes, primes.flatten(1).cumsum(1)]
+    found = ops.ngram_rows(*(part.to("npu") for part in arguments), 2)
+    assert torch.equal(found.cpu(), ops.ngram_rows(*arguments, 2))
 
 
 def test_a_second_stream(checkpoint):

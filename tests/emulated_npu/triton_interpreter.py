@@ -1,14 +1,16 @@
-"""Triton kernels of vllm-ascend in Triton's own interpreter, on device memory.
+"""Triton kernels, vllm-ascend's and ours, in Triton's own interpreter, on device memory.
 
 Kernels get device addresses, as on hardware, and every load, store and atomic is translated: a host pointer, freed
 memory, another device's memory or an access beyond an allocation is an error. BF16 rounds to nearest even and computes
 in float32, which upstream's interpreter does not do (it truncates, and adds BF16 numbers as if they were integers).
-Lengths that are no powers of two are allowed, as in Triton-Ascend. Not modelled: unified-buffer capacity, grid limits.
+Lengths that are no powers of two are allowed, as in Triton-Ascend. A grid of 65,536 programs is refused, as by a
+device. Not modelled: unified-buffer capacity.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import torch
 from . import graphs, memory, recorder
 from .library import WAITING
 
+LARGEST_GRID = 65535
 COMPARISONS = {np.less, np.greater, np.less_equal, np.greater_equal, np.equal, np.not_equal}
 
 
@@ -175,6 +178,9 @@ def _launch(interpreted: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *positional: Any, **named: Any) -> Any:
         ours = self.fn.__module__.startswith("vllm_ascend_dsv41.") and not self.fn.__name__.startswith("lookup")
         run = _vectorised if ours and os.environ.get("EMULATED_TRITON") == "vectorised" else interpreted
+        grid = self.grid(named) if callable(self.grid) else self.grid
+        if math.prod(grid) > LARGEST_GRID:
+            raise ValueError(f"{self.fn.__name__}: a grid of {grid}; a device takes fewer than 65,536 programs")
         if WAITING.value:
             graphs.check_launch(torch.npu.current_stream().npu_stream)
         if recorder.active():

@@ -20,7 +20,7 @@ class RowMetadata:
 
     batch: Batch
     block_table: Tensor  # [R, blocks] int32
-    slot_mapping: Tensor  # [T] vLLM's slot of each token, in blocks of as many tokens; negative: padding
+    slot_mapping: Tensor  # [T] vLLM's slot of each token, block * tokens per block + place; negative: padding
 
 
 class RowMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]

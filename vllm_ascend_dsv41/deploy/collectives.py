@@ -101,7 +101,8 @@ def _member(kind: str) -> dict[str, Any]:
     done = 0
     for name, members in _groups(world, TENSOR_PARALLEL).items():
         for ranks in members:
-            group = dist.new_group(ranks)  # every rank takes part in the making of every group
+            # every rank takes part in the making of every group; a group does not inherit the first one's patience
+            group = dist.new_group(ranks, timeout=timedelta(seconds=PATIENCE))
             if rank not in ranks:
                 continue
             for title, function in _collectives(ranks, device, ODD).items():
@@ -145,7 +146,10 @@ def run(kind: str, ranks: int) -> str:
 def main() -> None:
     """One rank: writes what it saw where it was asked to, else to standard output."""
     said = json.dumps(_member(sys.argv[1]))
-    Path(os.environ.get(RESULT, "/dev/stdout")).write_text(said + "\n", encoding="utf-8")
+    if RESULT in os.environ:
+        Path(os.environ[RESULT]).write_text(said, encoding="utf-8")
+    else:
+        print(said)
     sys.stdout.flush()
     os._exit(0)  # process groups take their time to end
 

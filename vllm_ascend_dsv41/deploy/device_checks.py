@@ -98,23 +98,25 @@ def _exchange(device: str, ranks: int) -> Check:
     """Collectives of as many processes as there are devices, or ``ranks``."""
     from .collectives import run
 
-    return Check("collectives", True, run(torch.device(device).type, ranks))
+    return Check(NAMES[_exchange], True, run(torch.device(device).type, ranks))
 
 
 def _model(device: str, ranks: int) -> Check:
     """A tiny model, converted, served and compared with the reference."""
     from .demo import EQUAL_SHARE, NEAR_TIE, compare_with_reference
-    from .members import scratch
+    from .members import MemberError, scratch
     from .tiny_run import PROMPTS, served
 
     del ranks
     with scratch() as directory:
         checkpoint, tokens = served(torch.device(device).type, directory)
         compared = [compare_with_reference(checkpoint, p, t) for p, t in zip(PROMPTS, tokens, strict=True)]
-    equal, total = sum(c.equal for c in compared), sum(c.total for c in compared)
-    gap = max(c.worst_gap for c in compared)
-    found = f"{equal} of {total} greedy tokens are the reference's, the others within {gap:.2f} of its best logit"
-    return Check("a tiny model, served", gap <= NEAR_TIE and equal >= EQUAL_SHARE * total, found)
+        equal, total = sum(c.equal for c in compared), sum(c.total for c in compared)
+        gap = max(c.worst_gap for c in compared)
+        found = f"{equal} of {total} greedy tokens are the reference's, the others within {gap:.2f} of its best logit"
+        if gap > NEAR_TIE or equal < EQUAL_SHARE * total:
+            raise MemberError(f"{found}; checkpoint and log: {directory}")
+    return Check(NAMES[_model], True, found)
 
 
 def tried(check: Callable[..., Check], *arguments: Any) -> Check:

@@ -1,4 +1,4 @@
-"""Processes that ``dsv41 selftest`` starts: their output goes to files, and none outlives the command."""
+"""Processes that ``dsv41 selftest`` starts: their output goes to files, and they end with the command."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ RESULT = "DSV41_RESULT"  # environment variable: the file that a process writes 
 FOREIGN = re.compile(r"TORCHELASTIC_|VLLM_DP_|RANK_TABLE_FILE$|DSV41_RESULT$")
 CAUSE = re.compile(r"^(?:\[rank\d+\]: *)?(?:[\w.]+(?:Error|Exception)\b.*|E[A-Z]\d{4}:.*)$")  # Python's, CANN's
 PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None).prctl  # bound here: between fork and exec nothing may be looked up
 
 
 class MemberError(RuntimeError):
@@ -35,13 +36,14 @@ def scratch() -> Iterator[Path]:
 
 
 def _dies_with_its_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def reason(returncode: int, log: Path) -> str:
     """Why a process ended, in one line: a signal, the last error that its log names, or its last line."""
     if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}" + (" (out of memory?)" if returncode == -9 else "")
+        name = signal.Signals(-returncode).name if -returncode in set(signal.Signals) else f"signal {-returncode}"
+        return f"killed by {name}" + (" (out of memory?)" if returncode == -signal.SIGKILL else "")
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if CAUSE.match(line)]
     return named[-1] if named else lines[-1] if lines else f"status {returncode}, no output"

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -67,8 +68,7 @@ def selftest(
         raise ValueError(f"--ops {','.join(unknown)}: no such operator; there are {known}")
     if ranks and (only or quick):
         raise ValueError("--ranks is for the collectives, which --ops and --quick leave out")
-    # standard output is the result's alone: libraries log to it
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with _output_to_stderr() if as_json else contextlib.nullcontext():
         try:
             prepare(kind)
             torch.zeros(1, device=device).item()
@@ -81,6 +81,20 @@ def selftest(
     else:
         _summarise(device, kind, results, checks, only)
     return 0 if all(r.passed for r in results) and all(c.passed for c in checks) else 1
+
+
+@contextlib.contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Standard output is the result's alone: libraries, in C++ too, log to it."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _run(

@@ -97,7 +97,7 @@ class Attention(nn.Module):
         readers = [self.wq_b] if self.indexer is None else [self.wq_b, self.indexer.wq_b]
         self.q_norm = (QuantizingNorm if takes_codes(*readers) else Norm)(config.q_lora_rank, config.rms_norm_eps)
         #: Whether the input may be ``Quantized``: compressor and indexer read it as it is.
-        self.takes_codes = self.compressor is None and self.indexer is None and takes_codes(self.wqa_wkv)
+        self.input_quantized = self.compressor is None and self.indexer is None and takes_codes(self.wqa_wkv)
 
     def _plan_window(self, arguments: tuple[int, int, int]) -> None:
         """Attention over the window alone: what its kernel works out once per step."""
@@ -118,8 +118,8 @@ class Attention(nn.Module):
         return store_latents(q, kv, self.kv_norm.weight, self.kv_norm.eps, rope, cache, slots)
 
     def forward(self, x: Any, step: Step) -> Tensor:
-        """x [T, D], or ``Quantized`` where ``takes_codes`` -> [T, D]. All rows of the step are written before any is
-        read: a request may hit blocks that another one fills in the same step."""
+        """x [T, D], or ``Quantized`` where ``input_quantized`` -> [T, D]. All rows of the step are written before any
+        is read: a request may hit blocks that another one fills in the same step."""
         rope = step.rope(self.compressed)
         qr, kv = self.project(x)
         qr = self.q_norm(qr)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..cache import CompressedCache, IndexKeyCache, OpenGroupCache
 from ..layer_plan import LayerPlan
-from ..ops import int8_index_keys, pool_open_groups, pool_pairs, store_compressed
+from ..ops import int8_index_keys, pool_open_groups, store_compressed
 from .parameters import FloatMatrix, Norm
 from .step import Step
 
@@ -42,7 +42,7 @@ class Compressor(nn.Module):
             return self.wkv(x)
         inputs = self.wkv_wgate(x, torch.float32)
         if step.metadata is None:
-            return pool_pairs(inputs, inputs).to(x.dtype)
+            return inputs[:, : self.rows.width].to(x.dtype)
         meta = step.metadata[self.open_group.prefix]
         own = self.open_group.kv_cache, meta.block_table, meta.batch, meta.slot_mapping
         return pool_open_groups(inputs, *own).to(x.dtype)

@@ -27,7 +27,7 @@ class DraftAttention(Attention):
         """Blocks are listed by position, and planned when they are drafted."""
 
     def observe(self, main: Any, step: Step, metadata: dict[str, Any]) -> None:
-        """Store the rows of this step's tokens: main [T, D], or ``Quantized`` where ``takes_codes``."""
+        """Store the rows of this step's tokens: main [T, D], or ``Quantized`` where ``input_quantized``."""
         own, rope = metadata[self.window.prefix], step.rope(compressed=False)
         self.store(None, self.project(main)[1], rope, self.window.kv_cache, own.slot_mapping)
 
@@ -58,7 +58,7 @@ class Draft(nn.Module):
             built = Layer(config, layer, {}, None, dtype, quant_config, f"{prefix}.{stage}", DraftAttention)
             self.add_module(str(stage), built)
             self.stages.append(built)
-        codes = all(stage.attn.takes_codes for stage in self.stages)
+        codes = all(stage.attn.input_quantized for stage in self.stages)
         self.main_norm = (QuantizingNorm if codes else Norm)(hidden, config.rms_norm_eps)
         self.norm = Norm(hidden, config.rms_norm_eps)
         # whole on every rank: a block's tokens are drawn one after another, and a collective for each would cost more

@@ -61,7 +61,7 @@ class Layer(nn.Module):
         self.engram = engram
         self.hc_attn, self.hc_ffn = HyperConnection(config), HyperConnection(config)
         self.attn = attention(config, plan, sources, dtype, quant_config, f"{prefix}.attn")
-        norm = QuantizingNorm if self.attn.takes_codes else Norm
+        norm = QuantizingNorm if self.attn.input_quantized else Norm
         self.attn_norm = norm(config.hidden_size, config.rms_norm_eps)
         self.ffn_norm = WideNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn = MoE(config, plan, dtype, quant_config, f"{prefix}.ffn")

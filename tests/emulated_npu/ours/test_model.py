@@ -145,9 +145,10 @@ def test_two_data_parallel_devices_with_idle_ranks(converted, tmp_path, ours):
     assert found["together"] == wanted
 
 
-def test_sizes_that_upstream_refuses(tmp_path):
+def test_sizes_that_upstream_refuses(tmp_path, monkeypatch):
     """vllm-ascend's own model needs index keys of 128, heads of a power of two in number and width, layers a multiple
-    of KV sources, and no more draft stages than these. Whatever ``layer_plan`` accepts runs here."""
+    of KV sources, and no more draft stages than KV sources."""
+    monkeypatch.delenv("EMULATED_TRITON")  # kernels interpreted: odd widths are theirs to get wrong
     from vllm_ascend_dsv41.quant import Weights, convert
     from vllm_ascend_dsv41.tiny_checkpoint import Sizes, write_checkpoint
 

@@ -1,4 +1,7 @@
-"""`dsv41 serve` on the emulated device: the server's own processes, over HTTP, with graphs and drafts."""
+"""`dsv41 serve` on the emulated device: the server's own processes, over HTTP, started with graphs and drafts."""
+
+import re
+import urllib.request
 
 import pytest
 
@@ -23,9 +26,14 @@ def test_requests_over_http(converted, tmp_path, monkeypatch):
         model, OPTIONS, tmp_path / "log", env={"VLLM_PLUGINS": PLUGINS, "VLLM_USE_V2_MODEL_RUNNER": "0"}
     ) as server:
         prompt, tokens = _requests(server)
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            metrics = answer.read().decode()
     result = compare_with_reference(model, prompt, tokens)
     assert result.worst_gap <= NEAR_TIE
-    assert result.equal >= 0.7 * result.total
+    assert result.equal >= 0.7 * result.total  # of 24: fewer than the demo's 256, so that one counts for more
+    drafted = re.search(r"^vllm:spec_decode_num_draft_tokens_total\{.*\} (.*)$", metrics, re.MULTILINE)
+    assert drafted is not None
+    assert float(drafted[1]) > 0
 
 
 def _short():

@@ -18,6 +18,11 @@ CONTEXT.set_forkserver_preload(["engram.member"])  # torch once, not once a proc
 SECONDS = 60.0
 
 
+def _dev_shm() -> set[str]:
+    """Named shared memory, but for that of Python's multiprocessing, which others on this machine may be using."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem."))}
+
+
 class Members:
     """``ranks`` processes with one copy. ``refusals``: by rank, which function's call the runtime refuses."""
 
@@ -32,7 +37,7 @@ class Members:
         refusals: dict[int, tuple[str, int]] | None = None,
     ) -> None:
         self.pipes, self.processes = [], []
-        self.dev_shm = set(os.listdir("/dev/shm"))
+        self.dev_shm = _dev_shm()
         for rank in range(ranks):
             here, there = CONTEXT.Pipe()
             arguments = (
@@ -88,4 +93,4 @@ class Members:
         for process in self.processes:
             process.join(SECONDS)
             assert process.exitcode is not None, "a process went on"
-        assert set(os.listdir("/dev/shm")) <= self.dev_shm
+        assert _dev_shm() <= self.dev_shm

@@ -3,16 +3,75 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from ..quant import CheckpointError, Layout, open_checkpoint
+from .launch import LaunchError, Node, command, explain, jemalloc, parse_options, text_of
+from .recipe import Recipe, load
+from .watch import Watch, watched
 
 USAGE = """usage: dsv41 serve MODEL [option of vllm serve ...]
+       dsv41 serve --recipe NAME [MODEL] [option of vllm serve ...]
 
 MODEL is a directory that `dsv41 quantize` wrote. All options are passed to `vllm serve` unchanged;
-`dsv41 serve --help=listgroup` shows their groups."""
+`dsv41 serve --help=listgroup` shows their groups.
+
+with a recipe (`dsv41 plan --list` shows them), or a file of one's own, NAME.yaml:
+  --node-rank N --node0-ip IP --local-ip IP --nic NAME
+                    this server among several; otherwise from NODE_RANK, NODE0_IP, LOCAL_IP, NIC_NAME, MODEL_PATH
+  --set KEY=VALUE   change a value of the recipe; KEY= leaves an option out. May be repeated
+  --explain         print every option with its source, and start nothing
+  --dry-run         print environment and command, and start nothing
+always:
+  --startup-report FILE   what one replica's first rank says of itself when it is ready, as JSON"""
+
+OWN = {"recipe": "", "node-rank": "NODE_RANK", "node0-ip": "NODE0_IP", "local-ip": "LOCAL_IP", "nic": "NIC_NAME", "startup-report": "", "set": ""}
+SWITCHES = ("explain", "dry-run")
+STARTUP_REPORT = "DSV41_STARTUP_REPORT"
+
+
+@dataclass
+class Own:
+    """Options of ours among the words of the command line, and the words that are vLLM's."""
+
+    values: dict[str, str]
+    settings: list[str]
+    switches: set[str]
+    rest: list[str]
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Own:
+        """Raises LaunchError: an option without its value."""
+        own, words = cls({}, [], set(), []), iter(arguments)
+        for word in words:
+            name, equals, value = word.removeprefix("--").partition("=")
+            if not word.startswith("--") or (name not in OWN and name not in SWITCHES):
+                own.rest.append(word)
+            elif name in SWITCHES:
+                own.switches.add(name)
+            else:
+                given = value if equals else next(words, None)
+                if given is None:
+                    raise LaunchError(f"--{name} needs a value")
+                if name == "set":
+                    own.settings.append(given)
+                else:
+                    own.values[name] = given
+        return own
+
+    def node(self) -> Node:
+        """This server, by options or by the environment. Raises LaunchError."""
+        found = {name: self.values.get(name) or os.environ.get(variable, "") for name, variable in OWN.items() if variable}
+        rank = found["node-rank"] or "0"
+        if not rank.isdecimal():
+            raise LaunchError(f"node rank {rank!r}: expected 0, 1, ...")
+        return Node(int(rank), found["node0-ip"], found["local-ip"], found["nic"])
 
 
 def plugin_names() -> str:
@@ -53,14 +112,80 @@ def preflight(arguments: Sequence[str]) -> None:
         )
 
 
+def from_recipe(own: Own) -> tuple[Recipe, list[str], dict[str, str], str]:
+    """Recipe, arguments of the server, variables to set, and the explanation. Raises RecipeError, LaunchError."""
+    recipe = load(own.values["recipe"], own.settings)
+    rest = list(own.rest)
+    model = rest.pop(0) if rest and not rest[0].startswith("-") else os.environ.get("MODEL_PATH", "")
+    launch = command(recipe, own.node(), model)
+    variables = {}
+    for item in launch.environment:
+        kept = None if item.origin.startswith("node") else os.environ.get(item.name)
+        variables[item.name] = text_of(item.value) if kept is None else kept
+    text = explain(recipe, launch)
+    if rest:
+        words = ", ".join(f"--{name} {'' if value is True else value}".strip() for name, value in parse_options(rest).items())
+        text += f"\nbehind them, from the command line, which wins: {words}"
+    set_already = [name for name, value in variables.items() if os.environ.get(name) == value]
+    if set_already:
+        text += f"\nas the environment has it: {', '.join(set_already)}"
+    return recipe, [*launch.arguments, *rest], variables, text
+
+
 def serve(arguments: Sequence[str]) -> int:
-    """Run the server in this process until it is stopped."""
+    """Run the server in this process until it is stopped. Raises LaunchError, RecipeError, CheckpointError."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
+    own = Own.of(arguments)
+    arguments = own.rest
+    if "startup-report" in own.values:
+        os.environ[STARTUP_REPORT] = str(Path(own.values["startup-report"]).absolute())
+    if "recipe" in own.values:
+        recipe, arguments, variables, explanation = from_recipe(own)
+        if "explain" in own.switches:
+            print(explanation)
+            return 0
+        if "dry-run" in own.switches:
+            print("\n".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
+            print(shlex.join(["dsv41", "serve", *arguments]))
+            return 0
+        os.environ.update(variables)
+        library = jemalloc() if recipe.device == "npu" else None
+        if library is not None and "jemalloc" not in os.environ.get("LD_PRELOAD", ""):
+            before = os.environ.get("LD_PRELOAD")
+            os.environ["LD_PRELOAD"] = library + (f":{before}" if before else "")
+            os.execv(sys.executable, [sys.executable, "-m", "vllm_ascend_dsv41.cli", "serve", *arguments])
+        if recipe.checkpoint == "official":
+            os.environ.setdefault("VLLM_PLUGINS", plugin_names())
+            return _run(arguments)
+    elif own.switches or own.settings or set(own.values) - {"startup-report"}:
+        given = [*own.switches, *(["set"] if own.settings else []), *own.values]
+        raise LaunchError(f"--{', --'.join(given)}: only with --recipe NAME")
     if not any(argument.startswith("--help") for argument in arguments):
         preflight(arguments)
     os.environ.setdefault("VLLM_PLUGINS", plugin_names())
+    return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """vLLM's server, watched where there are several nodes."""
+    nodes = watched(arguments)
+    watch = Watch(nodes) if nodes is not None else None
+    with ExitStack() as running:
+        if watch is not None:
+            running.enter_context(watch)
+        try:
+            _vllm(arguments)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            if watch is None or watch.failure is None:
+                raise
+    if watch is not None and watch.failure is not None:
+        raise LaunchError(watch.failure)
+    return 0
+
+
+def _vllm(arguments: Sequence[str]) -> None:
     # vLLM's own script asks for the version of a distribution named "vllm", which the CPU wheel does not
     # install; its serve command works without
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -69,11 +194,10 @@ def serve(arguments: Sequence[str]) -> int:
 
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="dsv41")
-    command = ServeSubcommand()
-    command.subparser_init(parser.add_subparsers(required=False, dest="subparser")).set_defaults(
-        dispatch_function=command.cmd
+    subcommand = ServeSubcommand()
+    subcommand.subparser_init(parser.add_subparsers(required=False, dest="subparser")).set_defaults(
+        dispatch_function=subcommand.cmd
     )
     args = parser.parse_args(["serve", *arguments])
-    command.validate(args)
-    command.cmd(args)
-    return 0
+    subcommand.validate(args)
+    subcommand.cmd(args)

@@ -1,0 +1,37 @@
+"""All checks, in the order in which they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ...launch import LaunchError
+from ..host import Host
+from ..report import Result, bad
+from ..target import Target
+from . import checkpoint, command, devices, memory, network, software
+
+Check = Callable[[Host, Target], Result]
+#: Name -> check. Each looks at one thing and gives one line.
+CHECKS: dict[str, Check] = {
+    **command.CHECKS,
+    **network.CHECKS,
+    **devices.CHECKS,
+    **memory.CHECKS,
+    **software.CHECKS,
+    **checkpoint.CHECKS,
+}
+
+
+def run(host: Host, target: Target) -> list[Result]:
+    """Every check, several at a time: tools of the driver take up to a second each."""
+
+    def one(item: tuple[str, Check]) -> Result:
+        name, check = item
+        try:
+            return check(host, target)
+        except LaunchError as error:
+            return bad(name, str(error), "an option that can be read", "correct the command line")
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(one, CHECKS.items()))

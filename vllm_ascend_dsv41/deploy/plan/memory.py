@@ -1,0 +1,383 @@
+"""The memory of one launch, put together: per rank, per node, what limits it and what would fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ...quant import Layout, identify, read_config
+from ...quant.checkpoint import open_checkpoint
+from ...quant.inventory import Weights
+from ...quant.rotation import FILE as ROTATION_FILE
+from ...quant.rotation import read_block
+from ..recipe import Recipe
+from . import device as devices
+from .activations import Activations, activations
+from .cache import Caches, Groups, blocks_per_request
+from .device import GIB, MIB
+from .published import comparisons, official_token_bytes
+from .weights import Division, official_kinds, official_per_rank, per_rank, table_bytes
+
+COMPUTED, ESTIMATED = "computed", "estimated"
+PROCESS = 3 * GIB  # of host memory: a rank's Python, PyTorch and CANN
+HOST_RESERVE = 16 * GIB
+OFFICIAL_TOKEN_BYTES = round(38.5 * GIB / 20_000_000)
+CONTEXTS = (8192, 32768, 131072, 262144, 524288, 1048576)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One use of memory. ``basis``: how its bytes were found, or where they were measured."""
+
+    name: str
+    bytes: int
+    how: str
+    basis: str
+
+
+@dataclass
+class MemoryPlan:
+    """What a launch needs and what it allows. Bytes; ``rank`` adds up to ``usable``."""
+
+    recipe: str
+    shape: str
+    model: str
+    usable: int
+    rank: list[Part]
+    host: list[Part]
+    host_available: int
+    cache: dict[str, Any]
+    graphs: dict[str, Any]
+    exchange: dict[str, Any]
+    limits: dict[str, Any]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    published: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing was found that would end the start."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for other programs."""
+        return {**asdict(self), "fits": self.fits}
+
+
+def released_config() -> dict[str, Any]:
+    """Config of the released DeepSeek-V4.1-Flash, as far as sizes go."""
+    text = (files(__package__) / "released.json").read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text)
+    return config
+
+
+@dataclass(frozen=True)
+class Model:
+    """The checkpoint that is planned for."""
+
+    name: str
+    config: Mapping[str, Any]
+    weights: Weights
+    rotated: bool
+
+    @classmethod
+    def of(cls, path: Path | None, kind: str) -> Model:
+        """From a directory, or the released sizes. Raises CheckpointError: no checkpoint, or of the other kind."""
+        if path is None:
+            return cls("DeepSeek-V4.1-Flash, released sizes", released_config(), Weights.W8A8, False)
+        if kind == "official" or identify(path) is Layout.OFFICIAL:
+            return cls(str(path), read_config(path), Weights.W8A8, False)
+        checkpoint = open_checkpoint(path)
+        block = read_block(path / ROTATION_FILE, checkpoint.config["text_config"]["hidden_size"])
+        return cls(str(path), checkpoint.config, checkpoint.weights or Weights.W8A8, block is not None)
+
+
+class _Planner:
+    """The steps from recipe and model to a plan."""
+
+    def __init__(self, recipe: Recipe, model: Model) -> None:
+        self.recipe, self.model = recipe, model
+        place = recipe.topology
+        self.tensor, self.data = place.number("tensor_parallel_size"), place.number("data_parallel_size")
+        self.local = place.number("data_parallel_size_local")
+        self.expert = bool(place.expert_parallel.value)
+        self.text = model.config["text_config"]
+        self.draft = recipe.draft_tokens
+        self.longest = int(recipe.flag("max-model-len", self.text["max_position_embeddings"]))
+        self.seqs = int(recipe.flag("max-num-seqs", 256 if recipe.device != "npu" else 32))
+        self.budget = int(recipe.flag("max-num-batched-tokens", 8192))
+        self.share = float(recipe.flag("gpu-memory-utilization", 0.92))
+        self.engram = dict(recipe.flag("engram-config", {}) or {})
+        self.offload = bool(self.engram.get("cpu_offload", True))
+        self.facts = devices.of(recipe.device)
+        self.usable = place.number("device_memory_gib") * GIB - self.facts.reserved
+        block = int(recipe.flag("block-size", 128))
+        self.caches = Caches.of(model.config, recipe.device, block, self.draft)
+        self.buffsize = int(recipe.environment["HCCL_BUFFSIZE"].value) if "HCCL_BUFFSIZE" in recipe.environment else 200
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+
+    def weights(self) -> list[Part]:
+        """By kind, and the tables where the device holds them."""
+        if self.recipe.checkpoint == "official":
+            held = official_per_rank(self.model.config, self.tensor)
+            basis = "official checkpoint as stored, experts in tiles of 128"
+        else:
+            experts = self.tensor * self.data if self.expert else 1
+            division = Division(self.tensor, experts, self.draft > 0, self.model.rotated)
+            held, basis = per_rank(self.model.config, self.model.weights, division), "inventory of the checkpoint"
+        parts = [Part(name, size, COMPUTED, basis) for name, size in sorted(held.items(), key=lambda item: -item[1])]
+        if not self.offload and self.tables:
+            shards = self.tensor * (self.local if self.engram.get("embedding_across_dp") else 1)
+            size = -(-self.tables // shards)
+            parts.append(Part("Engram tables", size, COMPUTED, f"whole hash columns, {shards} shards"))
+        return parts
+
+    @property
+    def tables(self) -> int:
+        """Bytes of one copy of the Engram tables."""
+        if self.recipe.checkpoint == "official":
+            return official_kinds(self.model.config)["Engram tables"]
+        return table_bytes(self.model.config, self.model.weights, 1)
+
+    def beside(self, work: Activations) -> list[Part]:
+        """What is neither weights nor cache."""
+        facts = self.facts
+        parts = [Part("activations", work.peak, ESTIMATED, work.basis)]
+        if self.recipe.device == "npu":
+            buffers = devices.hccl(self.tensor, self.data, self.expert, self.buffsize)
+            text = ", ".join(f"{name} 2 x {size} MB" for name, size in buffers.groups)
+            parts.append(Part("HCCL buffers", buffers.bytes, ESTIMATED, f"{text} (vllm-ascend 0.30.0rc2, CANN)"))
+        parts.append(Part("other of the runtime", facts.other, ESTIMATED, facts.other_basis))
+        parts.append(Part("device context", facts.context, ESTIMATED, facts.context_basis))
+        return [part for part in parts if part.bytes]
+
+    def host(self) -> list[Part]:
+        """Of one node."""
+        ranks = self.local * self.tensor
+        parts = [Part("processes", ranks * PROCESS, ESTIMATED, f"{ranks} ranks of 3 GiB; not measured on an NPU")]
+        if self.offload and self.tables:
+            shared = self.local == 1 or self.engram.get("dp_shared_memory") or self.engram.get("embedding_across_dp")
+            copies = 1 if shared else self.local
+            basis = "one copy of the node" if copies == 1 else f"{copies} copies, one per replica of the node"
+            parts.append(Part("Engram tables", copies * self.tables, COMPUTED, basis))
+            if copies > 1:
+                self.notes.append(
+                    f"{copies} copies of the Engram tables on a node; --engram-config "
+                    "'{\"cpu_offload\":true,\"dp_shared_memory\":true}' keeps one"
+                )
+        parts.append(Part("reserve", HOST_RESERVE, ESTIMATED, "page cache while weights load, the rest of the machine"))
+        return parts
+
+    def plan(self) -> MemoryPlan:
+        """Everything."""
+        work = activations(self.text, self.recipe.hardware, self.budget, self.seqs, self.draft, self.tensor, self.data, self.expert)
+        weights, beside = self.weights(), self.beside(work)
+        graphs = 0 if self.recipe.flag("enforce-eager") else self.facts.graphs
+        used = sum(part.bytes for part in [*weights, *beside])
+        given = self.recipe.flag("kv-cache-memory-bytes")
+        if self.recipe.device == "cpu":
+            space = self.recipe.environment.get("VLLM_CPU_KVCACHE_SPACE")
+            pool = int(float(str(space.value)) * GIB) if space else GIB
+        elif given:
+            pool = int(given)
+        else:
+            pool = max(int(self.share * self.usable) - used, 0)
+        groups = self.caches.groups
+        blocks = pool // groups.block_bytes
+        headroom = self.usable - used - pool - graphs
+        parts = [*weights, *beside, Part("key-value cache", pool, COMPUTED, "given" if given else "the budget's rest")]
+        if graphs:
+            parts.append(Part("decode graphs", graphs, ESTIMATED, self.facts.graphs_basis))
+        parts.append(Part("headroom", headroom, COMPUTED, f"of {self.usable / GIB:.2f} GiB usable"))
+        if self.recipe.checkpoint == "official":
+            cache, limits = self._official_cache(pool)
+        else:
+            cache, limits = self._cache(groups, blocks), self._limits(blocks, used)
+        self._problems(headroom, blocks, used)
+        if not self.offload and self.tables and self.recipe.checkpoint == "ascend" and self.recipe.device == "npu":
+            freed = (pool + next(part.bytes for part in weights if part.name == "Engram tables")) // groups.block_bytes
+            self.notes.append(
+                f"Engram tables in host memory would leave a cache for {freed // self._needed(self.longest)} sequences of "
+                f"{self.longest} tokens instead of {blocks // self._needed(self.longest)}: --set "
+                "'engram-config={\"cpu_offload\":true,\"dp_shared_memory\":true}'"
+            )
+        host = self.host()
+        available = self.recipe.topology.number("host_memory_gib") * GIB
+        needed = sum(part.bytes for part in host)
+        if self.recipe.device != "cpu" and needed > available:
+            self.problems.append(
+                f"a node needs {needed / GIB:.0f} GiB of host memory and has {available / GIB:.0f} (host_memory_gib); "
+                "share one copy of the Engram tables (dp_shared_memory), or keep them in device memory"
+            )
+        return MemoryPlan(
+            self.recipe.name,
+            self.recipe.shape,
+            self.model.name,
+            self.usable,
+            parts,
+            host,
+            available,
+            cache,
+            self._graphs(),
+            self._exchange(),
+            limits,
+            self.problems,
+            self.notes,
+        )
+
+    def _needed(self, length: int, budget: int | None = None) -> int:
+        return blocks_per_request(self.caches, length, budget or self.budget)
+
+    def _cache(self, groups: Groups, blocks: int) -> dict[str, Any]:
+        length = min(self.longest, self.text["max_position_embeddings"])
+        return {
+            "block_tokens": self.caches.block_size,
+            "block_bytes": groups.block_bytes,
+            "groups": {"compressed": groups.compressed, "window": groups.window, "ring": groups.ring},
+            "token_bytes": self.caches.token_bytes,
+            "by_cache": {page.name: page.bytes for page in [*self.caches.compressed, *self.caches.window, *self.caches.ring]},
+            "window_blocks_per_sequence": self._needed(length) - self.caches.groups.compressed * -(-length // self.caches.block_size),
+            "blocks": blocks,
+            "blocks_per_longest_sequence": self._needed(length),
+            "bytes_per_longest_sequence": self._needed(length) * groups.block_bytes,
+            "concurrency_at_longest": round(blocks / self._needed(length), 2),
+            "tokens": int(blocks / self._needed(length) * length),
+        }
+
+    def _official_cache(self, pool: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """vLLM's own layout, of which one measurement is known."""
+        tokens = int(pool / OFFICIAL_TOKEN_BYTES)
+        length = min(self.longest, self.text["max_position_embeddings"])
+        cache = {
+            "token_bytes": official_token_bytes(self.model.config),
+            "token_bytes_in_blocks": OFFICIAL_TOKEN_BYTES,
+            "tokens": tokens,
+            "concurrency_at_longest": round(tokens / length, 2),
+            "basis": "vLLM's recipe: 38.5 GiB of cache held about 20 million tokens on H200 TP4",
+        }
+        return cache, {"sequences_at_max_model_len": tokens // length, "limited_by": "the key-value cache"}
+
+    def _graphs(self) -> dict[str, Any]:
+        if self.recipe.flag("enforce-eager"):
+            return {"sizes": [], "why": "--enforce-eager"}
+        mode = (self.recipe.flag("compilation-config") or {}).get("cudagraph_mode", "the platform's default")
+        own = (self.recipe.flag("compilation-config") or {}).get("cudagraph_capture_sizes")
+        sizes = own or devices.capture_sizes(self.seqs, self.draft)
+        wanted = self.seqs * (1 + self.draft)
+        if max(sizes) < wanted:
+            self.notes.append(
+                f"decode steps of more than {max(sizes)} tokens run eagerly: {self.seqs} sequences with {self.draft} "
+                f"drafts are {wanted}. --max-cudagraph-capture-size {wanted} covers them"
+            )
+        return {"sizes": sizes, "mode": mode, "largest_step": wanted}
+
+    def _exchange(self) -> dict[str, Any]:
+        if self.recipe.device != "npu" or not self.expert:
+            return {}
+        tokens = devices.mc2_tokens(self.seqs, self.draft, self.tensor)
+        ranks = self.tensor * self.data
+        need = devices.mc2_buffer(self.recipe.hardware, tokens, self.text["hidden_size"], self.text["n_routed_experts"], self.text["num_experts_per_tok"], ranks)
+        if need > self.buffsize:
+            self.problems.append(
+                f"HCCL_BUFFSIZE {self.buffsize}: the exchange of {tokens} tokens a rank among {ranks} asks for {need} MB; "
+                f"--set HCCL_BUFFSIZE={-(-need // 64) * 64}"
+            )
+        return {"experts_per_rank": self.text["n_routed_experts"] / ranks, "mc2_tokens_per_rank": tokens, "hccl_buffsize_needed": need, "hccl_buffsize": self.buffsize}
+
+    def _limits(self, blocks: int, used: int) -> dict[str, Any]:
+        most = self.text["max_position_embeddings"]
+        contexts = [length for length in CONTEXTS if length <= most] or [most]
+        sequences = {length: blocks // self._needed(length) for length in contexts}
+        longest = _largest(lambda n: self._needed(n * self.caches.block_size) <= blocks, most // self.caches.block_size)
+        length = min(self.longest, most)
+        fit = blocks // self._needed(length)
+        limited = "--max-num-seqs" if self.seqs <= fit else "the key-value cache"
+        return {
+            "sequences_at_context": sequences,
+            "longest_sequence": longest * self.caches.block_size,
+            "sequences_at_max_model_len": fit,
+            "limited_by": limited,
+            "largest_max_num_batched_tokens": self._largest_budget(length, used),
+        }
+
+    def _largest_budget(self, length: int, used: int) -> int | None:
+        """Largest --max-num-batched-tokens that still leaves a cache for one longest sequence."""
+        if self.recipe.device == "cpu" or self.recipe.flag("kv-cache-memory-bytes"):
+            return None
+        now = activations(self.text, self.recipe.hardware, self.budget, self.seqs, self.draft, self.tensor, self.data, self.expert).peak
+
+        def fits(step: int) -> bool:
+            budget = step * 512
+            work = activations(self.text, self.recipe.hardware, budget, self.seqs, self.draft, self.tensor, self.data, self.expert)
+            left = int(self.share * self.usable) - used + now - work.peak
+            return left // self.caches.groups.block_bytes >= self._needed(length, budget)
+
+        return _largest(fits, 64) * 512
+
+    def _problems(self, headroom: int, blocks: int, used: int) -> None:
+        needed, length = self._needed(self.longest), self.longest
+        if self.recipe.device == "cpu":
+            if blocks < needed:
+                self.problems.append(
+                    f"the cache holds {blocks} blocks and one sequence of {length} tokens needs {needed}; raise "
+                    "VLLM_CPU_KVCACHE_SPACE"
+                )
+            if headroom < 0:
+                self.problems.append(
+                    f"a rank needs {-headroom / GIB:.1f} GiB more than device_memory_gib; recipes of CPUs are for tiny "
+                    "checkpoints: name one with --model"
+                )
+            return
+        if used > self.share * self.usable:
+            over = used - self.share * self.usable
+            self.problems.append(
+                f"weights and activations need {over / GIB:.1f} GiB more than {self.share:.2f} of a device: "
+                + ("move the Engram tables to host memory (--engram-config '{\"cpu_offload\":true}'), " if not self.offload else "")
+                + "divide the model among more devices, or lower --max-num-batched-tokens"
+            )
+        elif self.recipe.checkpoint != "official" and blocks < needed:
+            fit = _largest(lambda n: self._needed(n * self.caches.block_size) <= blocks, length // self.caches.block_size)
+            self.problems.append(
+                f"the cache holds {blocks} blocks and one sequence of {length} tokens needs {needed}: vLLM refuses to "
+                f"start; --max-model-len {fit * self.caches.block_size} fits"
+                + ("" if self.recipe.flag("kv-cache-memory-bytes") is None else f", or --kv-cache-memory-bytes {needed * self.caches.groups.block_bytes}")
+            )
+        if headroom < 0 and not self.problems:
+            self.problems.append(
+                f"graphs and context need {-headroom / GIB:.2f} GiB more than --gpu-memory-utilization {self.share:.2f} leaves; "
+                f"use {max(self.share - (-headroom + GIB) / self.usable, 0.1):.2f}"
+            )
+        elif self.recipe.flag("kv-cache-memory-bytes") and headroom > 4 * GIB:
+            more = int(self.recipe.flag("kv-cache-memory-bytes")) + (headroom - 2 * GIB) // GIB * GIB
+            self.notes.append(
+                f"{headroom / GIB:.1f} GiB stay free; --kv-cache-memory-bytes {more} would hold "
+                f"{more // self.caches.groups.block_bytes // needed} sequences of {length} tokens"
+            )
+        elif headroom < GIB:
+            self.notes.append(
+                f"headroom is {headroom / MIB:.0f} MiB: long prefill was seen to become 6 to 7 times slower with so little "
+                "(0.94 utilisation); lower --gpu-memory-utilization"
+            )
+
+
+def _largest(good: Any, most: int) -> int:
+    """The largest n up to ``most`` for which ``good(n)``, which holds up to some n; 0 if for none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+def plan(recipe: Recipe, model_path: Path | None = None) -> MemoryPlan:
+    """Memory of a recipe, with a checkpoint's own sizes or the released ones. Raises CheckpointError, ConfigError."""
+    model = Model.of(model_path, recipe.checkpoint)
+    found = _Planner(recipe, model).plan()
+    if model_path is None:
+        found.published = comparisons(model.config)
+    return found

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from .deploy.commands import add as add_commands
+from .deploy.commands import split
+
 
 def _size(text: str) -> int:
     """Bytes from ``4GiB``, ``512MiB`` or a plain number."""
@@ -148,11 +151,13 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser(
         "serve",
-        help="vllm serve with this plugin; every option is passed on",
+        help="vllm serve with this plugin, from a recipe or with options of one's own",
         add_help=False,
         usage="dsv41 serve MODEL [option of vllm serve ...]",
     )
     serve.set_defaults(run=None)
+
+    add_commands(commands)
 
     demo = commands.add_parser("demo", help="tiny checkpoint, conversion, server, requests, comparison: in minutes")
     demo.add_argument("--directory", type=Path, help="keep checkpoints and server log here (default: a temporary one)")
@@ -190,7 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .deploy.serve import serve
 
             return serve(arguments[1:])
+        arguments, given = split(arguments)
         args = _parser().parse_args(arguments)
+        if given is not None:
+            args.given = given
         if threading.current_thread() is threading.main_thread():
             for name in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(name) is not signal.SIG_IGN:  # as nohup asks

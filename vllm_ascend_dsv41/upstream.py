@@ -51,6 +51,7 @@ NAMES = {
     "MLAAttentionSpec": "vllm.v1.kv_cache_interface",
     "SlidingWindowSpec": "vllm.v1.kv_cache_interface",
     "get_forward_context": "vllm.forward_context",
+    "get_kv_cache_capacity": "vllm.v1.core.kv_cache_utils",
     # layers
     "ColumnParallelLinear": _LINEAR,
     "LinearBase": _LINEAR,

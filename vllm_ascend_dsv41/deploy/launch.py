@@ -20,7 +20,7 @@ JEMALLOC = (
 )
 #: Options that differ between nodes of one deployment: everything else must be the same.
 OF_THE_NODE = ("headless", "data-parallel-start-rank", "host", "port")
-ENVIRONMENT_OF_THE_NODE = ("HCCL_IF_IP", "VLLM_HOST_IP", "LOCAL_IP", "NODE_RANK")
+ENVIRONMENT_OF_THE_NODE = ("HCCL_IF_IP", "VLLM_HOST_IP", "VLLM_CPU_OMP_THREADS_BIND", "DSV41_STARTUP_REPORT")
 
 
 class LaunchError(ValueError):

@@ -22,6 +22,8 @@ class Target:
     given: bool = False
     """Whether the command was given, not made from the recipe."""
     drift: tuple[str, ...] = field(default=())
+    npu: bool = False
+    """Without a recipe: whether this machine has NPUs."""
 
     @property
     def nodes(self) -> int:
@@ -49,7 +51,7 @@ class Target:
         """Whether NPU checks apply."""
         if self.recipe is not None:
             return self.recipe.device == "npu"
-        return any(name.startswith(("ASCEND_", "HCCL_")) for name in self.environment)
+        return self.npu or any(name.startswith(("ASCEND_", "HCCL_")) for name in self.environment)
 
 
 def target_of(

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ...launch import LaunchError
 from ..host import Host
-from ..report import Result, bad
+from ..report import Result, bad, skip
 from ..target import Target
 from . import checkpoint, command, devices, memory, network, software
 
@@ -21,6 +21,8 @@ CHECKS: dict[str, Check] = {
     **software.CHECKS,
     **checkpoint.CHECKS,
 }
+#: Checks of a command, or of what only a recipe says.
+NEED_RECIPE = {*command.CHECKS, *network.CHECKS, "memory-plan", "host-memory", "packages", "checkpoint", "superpod"}
 
 
 def run(host: Host, target: Target) -> list[Result]:
@@ -33,5 +35,11 @@ def run(host: Host, target: Target) -> list[Result]:
         except LaunchError as error:
             return bad(name, str(error), "an option that can be read", "correct the command line")
 
+    chosen = CHECKS
+    if target.recipe is None:
+        chosen = {name: check for name, check in CHECKS.items() if name not in NEED_RECIPE}
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(one, CHECKS.items()))
+        results = list(pool.map(one, chosen.items()))
+    if target.recipe is None:
+        results.insert(0, skip("recipe", "none named: command, ports, memory plan, packages and checkpoint not looked at"))
+    return results

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ....quant import CheckpointError, Layout, open_checkpoint
 from ....quant.rotation import FILE as ROTATION_FILE
+from ....quant.rotation import read_block
 from ..host import Host
 from ..report import Result, bad, good, skip
 from ..target import Target
@@ -30,7 +31,8 @@ def complete(host: Host, target: Target) -> Result:
         return bad(name, "the official checkpoint (MXFP4, MXFP8)", "its conversion", f"dsv41 quantize {target.model} DST")
     if wants == "official" and found.layout is not Layout.OFFICIAL:
         return bad(name, "an Ascend conversion", "the official checkpoint", "vLLM's own kernels read the official one")
-    rotated = ", rotated" if (path / ROTATION_FILE).is_file() else ""
+    block = read_block(path / ROTATION_FILE, found.config["text_config"]["hidden_size"])
+    rotated = "" if block is None else ", rotated"
     return good(name, f"{found.weights.value if found.weights else 'official'}{rotated}, complete")
 
 

@@ -165,6 +165,20 @@ def tuning(host: Host, target: Target) -> Result:
     return good(name, "huge pages, NUMA balancing, swapping, governor")
 
 
+def image_there(host: Host, image: str) -> Result:
+    """Whether a registry still has an image: tags of nightly builds vanish."""
+    name = "image"
+    output = host.run("docker", "manifest", "inspect", image)
+    if output is None:
+        return skip(name, "docker is not installed here")
+    if output.status is None:
+        return skip(name, f"the registry of {image} did not answer in time")
+    if output.status != 0:
+        said = " ".join(output.text.split())[:200]
+        return bad(name, f"{image}: {said}", "an image that can be pulled", "choose a released tag, and keep a copy of it")
+    return good(name, image)
+
+
 def open_files(host: Host, target: Target) -> Result:
     """Every rank keeps connections to all others."""
     name = "open-files"

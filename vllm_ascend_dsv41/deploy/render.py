@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from .launch import JEMALLOC, Item, Node, command, text_of
-from .recipe import Recipe, load, names
+from .recipe import Recipe, load
 
 SCRIPTS = ("a3x2", "a2x4", "a3x1-offload", "cpu-demo-x2")
-IMAGES = {"Atlas 800 A3": "quay.io/ascend/vllm-ascend:deepseek-v4.1-flash-a3", "Atlas 800 A2": "quay.io/ascend/vllm-ascend:deepseek-v4.1-flash"}
+IMAGES = {
+    "Atlas 800 A3": "quay.io/ascend/vllm-ascend:deepseek-v4.1-flash-a3",
+    "Atlas 800 A2": "quay.io/ascend/vllm-ascend:deepseek-v4.1-flash",
+}
 #: Options of the server whose value a shell variable holds, with what it holds where nobody sets it.
 VARIABLES = {"host": "HOST", "port": "PORT"}
 NODE = Node(rank=1, node0_ip="$NODE0_IP", local_ip="$LOCAL_IP", nic="$NIC_NAME")
@@ -35,12 +36,15 @@ def script(name: str) -> str:
     """``scripts/serve-NAME.sh``."""
     recipe = load(name)
     nodes = recipe.topology.number("nodes")
-    launch = command(recipe, Node(rank=min(1, nodes - 1), node0_ip="$NODE0_IP", local_ip="$LOCAL_IP", nic="$NIC_NAME"), "$MODEL_PATH")
+    launch = command(
+        recipe, Node(rank=min(1, nodes - 1), node0_ip="$NODE0_IP", local_ip="$LOCAL_IP", nic="$NIC_NAME"), "$MODEL_PATH"
+    )
     lines = [_line(item, recipe) for item in launch.flags if item.name not in OF_THE_NODE]
     if nodes > 1:
         lines.insert(2, '"${NODE_OPTIONS[@]}"')
     environment = [
-        {"name": item.name, "value": text_of(item.value), "free": "$" not in text_of(item.value)} for item in launch.environment
+        {"name": item.name, "value": text_of(item.value), "free": "$" not in text_of(item.value)}
+        for item in launch.environment
     ]
     settings = [
         ("NODE_RANK", "<NODE_RANK>", f"this server: 0 to {nodes - 1}"),
@@ -48,17 +52,25 @@ def script(name: str) -> str:
         ("LOCAL_IP", "<LOCAL_IP>", "address of this server on that network"),
         ("NIC_NAME", "<NETWORK_INTERFACE>", "interface that has LOCAL_IP"),
     ]
-    settings = (settings if nodes > 1 else []) + [("MODEL_PATH", "<YOUR_MODEL_PATH>", "directory that `dsv41 quantize` wrote, the same on all servers")]
-    settings.append(("HOST", recipe.flag("host"), "0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too"))
+    settings = (settings if nodes > 1 else []) + [
+        ("MODEL_PATH", "<YOUR_MODEL_PATH>", "directory that `dsv41 quantize` wrote, the same on all servers")
+    ]
+    settings.append(
+        ("HOST", recipe.flag("host"), "0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too")
+    )
     settings.append(("PORT", str(recipe.flag("port")), "of the API on node 0"))
-    return _templates().get_template("serve.sh.j2").render(
-        recipe=recipe,
-        nodes=nodes,
-        local=recipe.topology.number("data_parallel_size_local"),
-        settings=settings,
-        environment=environment,
-        lines=lines,
-        jemalloc=JEMALLOC,
+    return (
+        _templates()
+        .get_template("serve.sh.j2")
+        .render(
+            recipe=recipe,
+            nodes=nodes,
+            local=recipe.topology.number("data_parallel_size_local"),
+            settings=settings,
+            environment=environment,
+            lines=lines,
+            jemalloc=JEMALLOC,
+        )
     )
 
 

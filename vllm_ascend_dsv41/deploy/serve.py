@@ -31,7 +31,15 @@ with a recipe (`dsv41 plan --list` shows them), or a file of one's own, NAME.yam
 always:
   --startup-report FILE   what one replica's first rank says of itself when it is ready, as JSON"""
 
-OWN = {"recipe": "", "node-rank": "NODE_RANK", "node0-ip": "NODE0_IP", "local-ip": "LOCAL_IP", "nic": "NIC_NAME", "startup-report": "", "set": ""}
+OWN = {
+    "recipe": "",
+    "node-rank": "NODE_RANK",
+    "node0-ip": "NODE0_IP",
+    "local-ip": "LOCAL_IP",
+    "nic": "NIC_NAME",
+    "startup-report": "",
+    "set": "",
+}
 SWITCHES = ("explain", "dry-run")
 STARTUP_REPORT = "DSV41_STARTUP_REPORT"
 
@@ -67,7 +75,9 @@ class Own:
 
     def node(self) -> Node:
         """This server, by options or by the environment. Raises LaunchError."""
-        found = {name: self.values.get(name) or os.environ.get(variable, "") for name, variable in OWN.items() if variable}
+        found = {
+            name: self.values.get(name) or os.environ.get(variable, "") for name, variable in OWN.items() if variable
+        }
         rank = found["node-rank"] or "0"
         if not rank.isdecimal():
             raise LaunchError(f"node rank {rank!r}: expected 0, 1, ...")
@@ -124,7 +134,9 @@ def from_recipe(own: Own) -> tuple[Recipe, list[str], dict[str, str], str]:
         variables[item.name] = text_of(item.value) if kept is None else kept
     text = explain(recipe, launch)
     if rest:
-        words = ", ".join(f"--{name} {'' if value is True else value}".strip() for name, value in parse_options(rest).items())
+        words = ", ".join(
+            f"--{name} {'' if value is True else value}".strip() for name, value in parse_options(rest).items()
+        )
         text += f"\nbehind them, from the command line, which wins: {words}"
     set_already = [name for name, value in variables.items() if os.environ.get(name) == value]
     if set_already:

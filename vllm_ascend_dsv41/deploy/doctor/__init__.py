@@ -19,7 +19,18 @@ from .lint import lint
 from .report import Result, Status, failed, text
 from .target import Target, target_of
 
-__all__ = ["Host", "Machine", "Result", "Target", "compare", "doctor", "examine", "lint", "print_results", "read_reports"]
+__all__ = [
+    "Host",
+    "Machine",
+    "Result",
+    "Target",
+    "compare",
+    "doctor",
+    "examine",
+    "lint",
+    "print_results",
+    "read_reports",
+]
 
 
 def examine(host: Host, target: Target) -> list[Result]:
@@ -79,7 +90,11 @@ def _report(results: Sequence[Result], node: str, target: Target, host: Host) ->
 def print_results(results: Sequence[Result], as_json: bool, title: str = "") -> int:
     """Of ``compare`` and ``--lint-command``. Returns the exit status."""
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "failed": failed(results), "results": [r.as_json() for r in results]}, indent=1))
+        print(
+            json.dumps(
+                {"schema": SCHEMA, "failed": failed(results), "results": [r.as_json() for r in results]}, indent=1
+            )
+        )
     else:
         print(text(results, title))
     return int(failed(results))

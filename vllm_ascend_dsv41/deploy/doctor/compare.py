@@ -85,19 +85,25 @@ def compare(named: Mapping[str, Mapping[str, Any]]) -> list[Result]:
 def read_reports(paths: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Fingerprints of ``dsv41 doctor --json`` reports, by node. Raises LaunchError, OSError."""
     if len(paths) < 2:
-        raise LaunchError("doctor compare: name the reports of two nodes or more (dsv41 doctor RECIPE --json > node0.json)")
+        raise LaunchError(
+            "doctor compare: name the reports of two nodes or more (dsv41 doctor RECIPE --json > node0.json)"
+        )
     found: dict[str, Mapping[str, Any]] = {}
     for path in paths:
         try:
             report = json.loads(Path(path).read_text(encoding="utf-8"))
             if report["schema"] != SCHEMA:
-                raise LaunchError(f"{path}: schema {report['schema']}, expected {SCHEMA}; use one version of this package")
+                raise LaunchError(
+                    f"{path}: schema {report['schema']}, expected {SCHEMA}; use one version of this package"
+                )
             node, fingerprint_ = str(report["node"]), report["fingerprint"]
             if not isinstance(fingerprint_, dict):
                 raise TypeError("fingerprint is no object")
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, LaunchError):
                 raise
-            raise LaunchError(f"{path}: no report of `dsv41 doctor --json` ({type(error).__name__}: {error})") from error
+            raise LaunchError(
+                f"{path}: no report of `dsv41 doctor --json` ({type(error).__name__}: {error})"
+            ) from error
         found[node if node not in found else f"{node} ({path})"] = fingerprint_
     return found

@@ -45,7 +45,10 @@ def commands(script: str, rank: int) -> tuple[list[str], dict[str, str], str]:
     """Words of the last ``vllm serve`` or ``dsv41 serve`` that node ``rank`` would run, its environment, and what the
     shell complained about. Raises LaunchError: it does not end, or serves nothing."""
     text = re.sub(
-        r"^([ \t]*(?:export[ \t]+|declare[ \t]+-x[ \t]+)?(?:NODE_RANK|node_rank))=\S*", rf"\1={rank}", script, flags=re.MULTILINE
+        r"^([ \t]*(?:export[ \t]+|declare[ \t]+-x[ \t]+)?(?:NODE_RANK|node_rank))=\S*",
+        rf"\1={rank}",
+        script,
+        flags=re.MULTILINE,
     )
     with tempfile.TemporaryDirectory(prefix="dsv41-lint-") as folder:
         body = PRELUDE.format(mark=MARK) + "unset DRY_RUN\nSKIP_DOCTOR=1\n" + text
@@ -67,7 +70,9 @@ def commands(script: str, rank: int) -> tuple[list[str], dict[str, str], str]:
     parts = done.stdout.decode("utf-8", "replace").split(f"{MARK}\0")[1:]
     complaint = " ".join(done.stderr.decode("utf-8", "replace").split())[:300]
     if not parts:
-        raise LaunchError(f"no `vllm serve` and no `dsv41 serve` for node {rank}" + (f"; bash says: {complaint}" if complaint else ""))
+        raise LaunchError(
+            f"no `vllm serve` and no `dsv41 serve` for node {rank}" + (f"; bash says: {complaint}" if complaint else "")
+        )
     words, _, rest = parts[-1].partition(f"{MARK}environment\0")
     variables = {}
     for line in rest.partition(f"{MARK}end\0")[0].split("\0"):
@@ -91,7 +96,12 @@ def lint(path: str) -> list[Result]:
         results.append(tiling(targets))
     different = same_options([target.options for target in targets])
     results.append(
-        bad("same-options", f"--{', --'.join(different)} differ between nodes", "the same on all", "one script for all nodes")
+        bad(
+            "same-options",
+            f"--{', --'.join(different)} differ between nodes",
+            "the same on all",
+            "one script for all nodes",
+        )
         if different
         else good("same-options", f"{nodes} nodes alike")
     )

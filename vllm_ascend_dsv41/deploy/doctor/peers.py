@@ -25,14 +25,17 @@ ANSWER_S = 20.0
 LONGEST = 1 << 22
 
 
-def meet(
-    host: Host, target: Target, failures: Sequence[str], wait: float, say: Callable[[str], None]
-) -> list[Result]:
+def meet(host: Host, target: Target, failures: Sequence[str], wait: float, say: Callable[[str], None]) -> list[Result]:
     """Lines about the other nodes. ``failures``: checks that failed here, for the others to know; ``wait``: seconds until
     all must have come."""
     if target.nodes == 1:
         return [skip("peers", "one server")]
-    own = {"rank": target.node.rank, "failures": list(failures), "facts": facts(host, target), "devices": device_addresses(host, target)}
+    own = {
+        "rank": target.node.rank,
+        "failures": list(failures),
+        "facts": facts(host, target),
+        "devices": device_addresses(host, target),
+    }
     if target.node.rank == 0:
         results, everyone = _host(target, own, wait, say)
     else:
@@ -40,7 +43,9 @@ def meet(
     return results + _pings(host, target, everyone)
 
 
-def _host(target: Target, own: Mapping[str, Any], wait: float, say: Callable[[str], None]) -> tuple[list[Result], list[Any]]:
+def _host(
+    target: Target, own: Mapping[str, Any], wait: float, say: Callable[[str], None]
+) -> tuple[list[Result], list[Any]]:
     """Node 0: wait for all, answer all."""
     address, port = str(target.options.get("data-parallel-address")), target.number("data-parallel-rpc-port", 29550)
     met: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
@@ -89,26 +94,49 @@ def _host(target: Target, own: Mapping[str, Any], wait: float, say: Callable[[st
             connection.close()
 
 
-def _results(target: Target, own: Mapping[str, Any], met: Mapping[int, tuple[socket.socket, Any]], problems: Sequence[str]) -> list[Result]:
+def _results(
+    target: Target, own: Mapping[str, Any], met: Mapping[int, tuple[socket.socket, Any]], problems: Sequence[str]
+) -> list[Result]:
     results = [_twice(text) for text in problems]
     missing = [rank for rank in range(1, target.nodes) if rank not in met]
-    back = [f"node {rank} ({theirs['address']}): {theirs['back']}" for rank, (_, theirs) in sorted(met.items()) if theirs["back"]]
+    back = [
+        f"node {rank} ({theirs['address']}): {theirs['back']}"
+        for rank, (_, theirs) in sorted(met.items())
+        if theirs["back"]
+    ]
     if missing:
-        results.append(_unreachable(f"node {', '.join(map(str, missing))} did not come", f"{target.nodes - 1} other nodes at NODE0_IP"))
+        results.append(
+            _unreachable(
+                f"node {', '.join(map(str, missing))} did not come", f"{target.nodes - 1} other nodes at NODE0_IP"
+            )
+        )
     elif back:
-        results.append(_unreachable(f"not reached from node 0: {'; '.join(back)}", "connections in both directions, on any port"))
+        results.append(
+            _unreachable(f"not reached from node 0: {'; '.join(back)}", "connections in both directions, on any port")
+        )
     else:
         results.append(good("peers", f"{target.nodes} nodes reach each other"))
     ill = {0: own["failures"], **{rank: theirs["failures"] for rank, (_, theirs) in met.items()}}
     texts = [f"node {rank}: {', '.join(failures)}" for rank, failures in sorted(ill.items()) if failures]
     if texts:
-        results.append(bad("peers", f"checks that failed: {'; '.join(texts)}", "none on any node", "that node's own lines say what to do"))
+        results.append(
+            bad(
+                "peers",
+                f"checks that failed: {'; '.join(texts)}",
+                "none on any node",
+                "that node's own lines say what to do",
+            )
+        )
     if met:
-        results += compare({"node 0": own["facts"], **{f"node {rank}": theirs["facts"] for rank, (_, theirs) in sorted(met.items())}})
+        results += compare(
+            {"node 0": own["facts"], **{f"node {rank}": theirs["facts"] for rank, (_, theirs) in sorted(met.items())}}
+        )
     return results
 
 
-def _visit(target: Target, own: Mapping[str, Any], wait: float, say: Callable[[str], None]) -> tuple[list[Result], list[Any]]:
+def _visit(
+    target: Target, own: Mapping[str, Any], wait: float, say: Callable[[str], None]
+) -> tuple[list[Result], list[Any]]:
     """Another node: go to node 0 and ask for the results."""
     address, port = str(target.options.get("data-parallel-address")), target.number("data-parallel-rpc-port", 29550)
     deadline, last = time.monotonic() + wait, 0.0
@@ -121,7 +149,12 @@ def _visit(target: Target, own: Mapping[str, Any], wait: float, say: Callable[[s
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    return [_unreachable(f"node 0 at {address}:{port}: {error}", "its doctor or script running there, and no firewall between")], []
+                    return [
+                        _unreachable(
+                            f"node 0 at {address}:{port}: {error}",
+                            "its doctor or script running there, and no firewall between",
+                        )
+                    ], []
                 if time.monotonic() - last > 10:
                     last = time.monotonic()
                     say(f"waiting for node 0 at {address}:{port} ({error})")
@@ -134,7 +167,9 @@ def _visit(target: Target, own: Mapping[str, Any], wait: float, say: Callable[[s
                 return [_from_json(item) for item in answer["results"]], answer["everyone"]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 text = f"node 0 at {address}:{port} did not answer: {error}"
-                return [_unreachable(text, "the doctor of the same version on node 0; is a server running there already?")], []
+                return [
+                    _unreachable(text, "the doctor of the same version on node 0; is a server running there already?")
+                ], []
 
 
 @contextlib.contextmanager
@@ -175,19 +210,33 @@ def _pings(host: Host, target: Target, everyone: Sequence[Sequence[str]]) -> lis
     if not wanted:
         return [skip(name, "no addresses of other nodes' NPUs")]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda pair: host.run("hccn_tool", "-i", str(pair[0]), option, "-g", "address", pair[1]), wanted))
+        answers = list(
+            pool.map(lambda pair: host.run("hccn_tool", "-i", str(pair[0]), option, "-g", "address", pair[1]), wanted)
+        )
     lost = []
     for (device, address), answer in zip(wanted, answers, strict=True):
         match = re.search(r"([\d.]+)% packets? loss", answer.text) if answer else None
         if match is None or float(match[1]) > 0:
             lost.append(f"device {device} to {address}: {match[1] + ' % lost' if match else 'no answer'}")
     if lost:
-        return [bad(name, "; ".join(lost[:4]) + (" ..." if len(lost) > 4 else ""), "no loss", "same VLAN and MTU on the switch ports of all NPUs; A3: servers of one superpod (hccn_tool -i N -ping -g address IP)")]
+        return [
+            bad(
+                name,
+                "; ".join(lost[:4]) + (" ..." if len(lost) > 4 else ""),
+                "no loss",
+                "same VLAN and MTU on the switch ports of all NPUs; A3: servers of one superpod (hccn_tool -i N -ping -g address IP)",
+            )
+        ]
     return [good(name, f"{len(wanted)} ways, no loss")]
 
 
 def _unreachable(found: str, expected: str) -> Result:
-    return bad("peers", found, expected, "start all nodes, check NODE0_IP and LOCAL_IP, and let the servers reach each other on all ports")
+    return bad(
+        "peers",
+        found,
+        expected,
+        "start all nodes, check NODE0_IP and LOCAL_IP, and let the servers reach each other on all ports",
+    )
 
 
 def _twice(text: str) -> Result:
@@ -199,7 +248,9 @@ def _as_json(result: Result) -> dict[str, Any]:
 
 
 def _from_json(item: Mapping[str, Any]) -> Result:
-    return Result(str(item["check"]), Status(item["status"]), str(item["found"]), str(item["expected"]), str(item["remedy"]))
+    return Result(
+        str(item["check"]), Status(item["status"]), str(item["found"]), str(item["expected"]), str(item["remedy"])
+    )
 
 
 def _write(connection: socket.socket, message: Mapping[str, Any]) -> None:

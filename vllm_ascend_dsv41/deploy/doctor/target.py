@@ -10,7 +10,7 @@ from ..launch import Node, command, json_option, parse_options
 from ..recipe import Recipe, Sourced
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
     """A server on one node: ``options`` of ``vllm serve`` by name, ``environment`` it will have."""
 
@@ -62,7 +62,11 @@ def target_of(
         words = list(given)
         arguments = words[words.index("serve") + 1 :] if "serve" in words else words
         options = parse_options(arguments)
-        made = parse_options(command(recipe, node, str(options.get("model", model) or "?")).arguments) if node.nic or recipe.topology.number("nodes") == 1 else {}
+        made = (
+            parse_options(command(recipe, node, str(options.get("model", model) or "?")).arguments)
+            if node.nic or recipe.topology.number("nodes") == 1
+            else {}
+        )
         drift = tuple(
             f"--{name} {options.get(name, '(not given)')}"
             for name in dict.fromkeys([*made, *options])

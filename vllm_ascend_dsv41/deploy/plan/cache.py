@@ -36,7 +36,9 @@ class Caches:
     sliding_window: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], device: str, block_size: int, draft_tokens: int, row_bytes: int = 2) -> Caches:
+    def of(
+        cls, config: Mapping[str, Any], device: str, block_size: int, draft_tokens: int, row_bytes: int = 2
+    ) -> Caches:
         """Of a checkpoint's config; ``row_bytes``: of an element of a row (BF16: 2)."""
         text, plan = config["text_config"], ModelPlan.from_config(config)
         head, index = text["head_dim"], text.get("index_head_dim", 0)

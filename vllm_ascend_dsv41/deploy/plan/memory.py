@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from .activations import Activations, activations
 from .cache import Caches, Groups, blocks_per_request
 from .device import GIB, MIB
 from .published import comparisons, official_token_bytes
-from .weights import Division, official_kinds, official_per_rank, per_rank, table_bytes
+from .weights import Division, Tensors, by_kind, official_kinds, official_per_rank, per_rank, table_bytes
 
 COMPUTED, ESTIMATED = "computed", "estimated"
 PROCESS = 3 * GIB  # of host memory: a rank's Python, PyTorch and CANN
@@ -84,16 +85,27 @@ class Model:
     weights: Weights
     rotated: bool
 
+    @cached_property
+    def tensors(self) -> Tensors:
+        """Its inventory, by kind."""
+        return by_kind(self.config)
+
     @classmethod
     def of(cls, path: Path | None, kind: str) -> Model:
         """From a directory, or the released sizes. Raises CheckpointError: no checkpoint, or of the other kind."""
         if path is None:
-            return cls("DeepSeek-V4.1-Flash, released sizes", released_config(), Weights.W8A8, False)
+            return released()
         if kind == "official" or identify(path) is Layout.OFFICIAL:
             return cls(str(path), read_config(path), Weights.W8A8, False)
         checkpoint = open_checkpoint(path)
         block = read_block(path / ROTATION_FILE, checkpoint.config["text_config"]["hidden_size"])
         return cls(str(path), checkpoint.config, checkpoint.weights or Weights.W8A8, block is not None)
+
+
+@cache
+def released() -> Model:
+    """The released model, converted by ``dsv41 quantize`` without rotation."""
+    return Model("DeepSeek-V4.1-Flash, released sizes", released_config(), Weights.W8A8, False)
 
 
 class _Planner:
@@ -124,12 +136,15 @@ class _Planner:
     def weights(self) -> list[Part]:
         """By kind, and the tables where the device holds them."""
         if self.recipe.checkpoint == "official":
-            held = official_per_rank(self.model.config, self.tensor)
+            held = official_per_rank(self.model.tensors, self.text, self.tensor)
             basis = "official checkpoint as stored, experts in tiles of 128"
         else:
             experts = self.tensor * self.data if self.expert else 1
             division = Division(self.tensor, experts, self.draft > 0, self.model.rotated)
-            held, basis = per_rank(self.model.config, self.model.weights, division), "inventory of the checkpoint"
+            held, basis = (
+                per_rank(self.model.tensors, self.text, self.model.weights, division),
+                "inventory of the checkpoint",
+            )
         parts = [Part(name, size, COMPUTED, basis) for name, size in sorted(held.items(), key=lambda item: -item[1])]
         if not self.offload and self.tables:
             shards = self.tensor * (self.local if self.engram.get("embedding_across_dp") else 1)
@@ -141,8 +156,8 @@ class _Planner:
     def tables(self) -> int:
         """Bytes of one copy of the Engram tables."""
         if self.recipe.checkpoint == "official":
-            return official_kinds(self.model.config)["Engram tables"]
-        return table_bytes(self.model.config, self.model.weights, 1)
+            return official_kinds(self.model.tensors)["Engram tables"]
+        return table_bytes(self.model.tensors, self.model.weights, 1)
 
     def beside(self, work: Activations) -> list[Part]:
         """What is neither weights nor cache."""
@@ -168,14 +183,16 @@ class _Planner:
             if copies > 1:
                 self.notes.append(
                     f"{copies} copies of the Engram tables on a node; --engram-config "
-                    "'{\"cpu_offload\":true,\"dp_shared_memory\":true}' keeps one"
+                    '\'{"cpu_offload":true,"dp_shared_memory":true}\' keeps one'
                 )
         parts.append(Part("reserve", HOST_RESERVE, ESTIMATED, "page cache while weights load, the rest of the machine"))
         return parts
 
     def plan(self) -> MemoryPlan:
         """Everything."""
-        work = activations(self.text, self.recipe.hardware, self.budget, self.seqs, self.draft, self.tensor, self.data, self.expert)
+        work = activations(
+            self.text, self.recipe.hardware, self.budget, self.seqs, self.draft, self.tensor, self.data, self.expert
+        )
         weights, beside = self.weights(), self.beside(work)
         graphs = 0 if self.recipe.flag("enforce-eager") else self.facts.graphs
         used = sum(part.bytes for part in [*weights, *beside])
@@ -204,7 +221,7 @@ class _Planner:
             self.notes.append(
                 f"Engram tables in host memory would leave a cache for {freed // self._needed(self.longest)} sequences of "
                 f"{self.longest} tokens instead of {blocks // self._needed(self.longest)}: --set "
-                "'engram-config={\"cpu_offload\":true,\"dp_shared_memory\":true}'"
+                '\'engram-config={"cpu_offload":true,"dp_shared_memory":true}\''
             )
         host = self.host()
         available = self.recipe.topology.number("host_memory_gib") * GIB
@@ -240,8 +257,11 @@ class _Planner:
             "block_bytes": groups.block_bytes,
             "groups": {"compressed": groups.compressed, "window": groups.window, "ring": groups.ring},
             "token_bytes": self.caches.token_bytes,
-            "by_cache": {page.name: page.bytes for page in [*self.caches.compressed, *self.caches.window, *self.caches.ring]},
-            "window_blocks_per_sequence": self._needed(length) - self.caches.groups.compressed * -(-length // self.caches.block_size),
+            "by_cache": {
+                page.name: page.bytes for page in [*self.caches.compressed, *self.caches.window, *self.caches.ring]
+            },
+            "window_blocks_per_sequence": self._needed(length)
+            - self.caches.groups.compressed * -(-length // self.caches.block_size),
             "blocks": blocks,
             "blocks_per_longest_sequence": self._needed(length),
             "bytes_per_longest_sequence": self._needed(length) * groups.block_bytes,
@@ -281,13 +301,25 @@ class _Planner:
             return {}
         tokens = devices.mc2_tokens(self.seqs, self.draft, self.tensor)
         ranks = self.tensor * self.data
-        need = devices.mc2_buffer(self.recipe.hardware, tokens, self.text["hidden_size"], self.text["n_routed_experts"], self.text["num_experts_per_tok"], ranks)
+        need = devices.mc2_buffer(
+            self.recipe.hardware,
+            tokens,
+            self.text["hidden_size"],
+            self.text["n_routed_experts"],
+            self.text["num_experts_per_tok"],
+            ranks,
+        )
         if need > self.buffsize:
             self.problems.append(
                 f"HCCL_BUFFSIZE {self.buffsize}: the exchange of {tokens} tokens a rank among {ranks} asks for {need} MB; "
                 f"--set HCCL_BUFFSIZE={-(-need // 64) * 64}"
             )
-        return {"experts_per_rank": self.text["n_routed_experts"] / ranks, "mc2_tokens_per_rank": tokens, "hccl_buffsize_needed": need, "hccl_buffsize": self.buffsize}
+        return {
+            "experts_per_rank": self.text["n_routed_experts"] / ranks,
+            "mc2_tokens_per_rank": tokens,
+            "hccl_buffsize_needed": need,
+            "hccl_buffsize": self.buffsize,
+        }
 
     def _limits(self, blocks: int, used: int) -> dict[str, Any]:
         most = self.text["max_position_embeddings"]
@@ -309,11 +341,15 @@ class _Planner:
         """Largest --max-num-batched-tokens that still leaves a cache for one longest sequence."""
         if self.recipe.device == "cpu" or self.recipe.flag("kv-cache-memory-bytes"):
             return None
-        now = activations(self.text, self.recipe.hardware, self.budget, self.seqs, self.draft, self.tensor, self.data, self.expert).peak
+        now = activations(
+            self.text, self.recipe.hardware, self.budget, self.seqs, self.draft, self.tensor, self.data, self.expert
+        ).peak
 
         def fits(step: int) -> bool:
             budget = step * 512
-            work = activations(self.text, self.recipe.hardware, budget, self.seqs, self.draft, self.tensor, self.data, self.expert)
+            work = activations(
+                self.text, self.recipe.hardware, budget, self.seqs, self.draft, self.tensor, self.data, self.expert
+            )
             left = int(self.share * self.usable) - used + now - work.peak
             return left // self.caches.groups.block_bytes >= self._needed(length, budget)
 
@@ -337,15 +373,25 @@ class _Planner:
             over = used - self.share * self.usable
             self.problems.append(
                 f"weights and activations need {over / GIB:.1f} GiB more than {self.share:.2f} of a device: "
-                + ("move the Engram tables to host memory (--engram-config '{\"cpu_offload\":true}'), " if not self.offload else "")
+                + (
+                    "move the Engram tables to host memory (--engram-config '{\"cpu_offload\":true}'), "
+                    if not self.offload
+                    else ""
+                )
                 + "divide the model among more devices, or lower --max-num-batched-tokens"
             )
         elif self.recipe.checkpoint != "official" and blocks < needed:
-            fit = _largest(lambda n: self._needed(n * self.caches.block_size) <= blocks, length // self.caches.block_size)
+            fit = _largest(
+                lambda n: self._needed(n * self.caches.block_size) <= blocks, length // self.caches.block_size
+            )
             self.problems.append(
                 f"the cache holds {blocks} blocks and one sequence of {length} tokens needs {needed}: vLLM refuses to "
                 f"start; --max-model-len {fit * self.caches.block_size} fits"
-                + ("" if self.recipe.flag("kv-cache-memory-bytes") is None else f", or --kv-cache-memory-bytes {needed * self.caches.groups.block_bytes}")
+                + (
+                    ""
+                    if self.recipe.flag("kv-cache-memory-bytes") is None
+                    else f", or --kv-cache-memory-bytes {needed * self.caches.groups.block_bytes}"
+                )
             )
         if headroom < 0 and not self.problems:
             self.problems.append(
@@ -358,7 +404,7 @@ class _Planner:
                 f"{headroom / GIB:.1f} GiB stay free; --kv-cache-memory-bytes {more} would hold "
                 f"{more // self.caches.groups.block_bytes // needed} sequences of {length} tokens"
             )
-        elif headroom < GIB:
+        elif 0 <= headroom < GIB:
             self.notes.append(
                 f"headroom is {headroom / MIB:.0f} MiB: long prefill was seen to become 6 to 7 times slower with so little "
                 "(0.94 utilisation); lower --gpu-memory-utilization"
@@ -379,5 +425,5 @@ def plan(recipe: Recipe, model_path: Path | None = None) -> MemoryPlan:
     model = Model.of(model_path, recipe.checkpoint)
     found = _Planner(recipe, model).plan()
     if model_path is None:
-        found.published = comparisons(model.config)
+        found.published = comparisons(model.config, model.tensors)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,48 +47,52 @@ def kind_of(name: str) -> str:
     return next(kind for pattern, kind in KINDS if re.search(pattern, name))
 
 
-def per_rank(config: Mapping[str, Any], weights: Weights, division: Division) -> dict[str, int]:
+Tensors = Sequence[tuple[str, TensorSpec]]
+
+
+def by_kind(config: Mapping[str, Any]) -> Tensors:
+    """Every tensor of a checkpoint's config with its kind. Raises ConfigError."""
+    return [(kind_of(spec.name), spec) for spec in inventory(config)]
+
+
+def per_rank(tensors: Tensors, text: Mapping[str, Any], weights: Weights, division: Division) -> dict[str, int]:
     """Bytes of parameters that one rank of this package's model holds, by kind; the Engram tables apart.
 
-    ``config``: of the checkpoint. The vision tower is not loaded: this version serves text.
+    ``text``: the checkpoint's text_config. The vision tower is not loaded: this version serves text.
     """
     held: dict[str, int] = defaultdict(int)
-    for spec in inventory(config):
-        kind = kind_of(spec.name)
+    for kind, spec in tensors:
         if kind in ("vision tower", "Engram tables") or (spec.name.startswith("mtp.") and not division.draft):
             continue
-        held[kind] += _bytes(spec, config["text_config"], weights, division)
-    if division.draft and division.rotated and config["text_config"].get("num_nextn_predict_layers"):
-        t = config["text_config"]  # the draft keeps the original basis: its own embedding and head
-        held["embedding and heads"] += _padded(t["vocab_size"], division.tensor) * t["hidden_size"] * (2 + 4)
+        held[kind] += _bytes(spec, weights, division)
+    if division.draft and division.rotated and text.get("num_nextn_predict_layers"):
+        # the draft keeps the original basis: its own embedding and head
+        held["embedding and heads"] += _padded(text["vocab_size"], division.tensor) * text["hidden_size"] * (2 + 4)
     return dict(held)
 
 
-def table_bytes(config: Mapping[str, Any], weights: Weights, shards: int) -> int:
+def table_bytes(tensors: Tensors, weights: Weights, shards: int) -> int:
     """Bytes of the Engram tables that the fullest of ``shards`` holders has, whole hash columns each. Upper bound: the
     columns of a table differ in rows by less than one in a thousand."""
-    total = sum(
-        item.bytes for spec in inventory(config) if spec.kind is Kind.TABLE for item in spec.ascend(weights)
-    )
+    total = sum(item.bytes for _, spec in tensors if spec.kind is Kind.TABLE for item in spec.ascend(weights))
     return -(-total // shards)
 
 
-def official_kinds(config: Mapping[str, Any]) -> dict[str, int]:
+def official_kinds(tensors: Tensors) -> dict[str, int]:
     """Bytes of the official checkpoint by kind."""
     held: dict[str, int] = defaultdict(int)
-    for spec in inventory(config):
-        held[kind_of(spec.name)] += sum(item.bytes for item in spec.official())
+    for kind, spec in tensors:
+        held[kind] += sum(item.bytes for item in spec.official())
     return dict(held)
 
 
-def official_per_rank(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
+def official_per_rank(tensors: Tensors, text: Mapping[str, Any], ranks: int) -> dict[str, int]:
     """Bytes of the official checkpoint that one of ``ranks`` tensor-parallel ranks holds that keep every tensor
     in its stored form, Engram tables apart; experts' slices are padded to whole tiles of the MXFP4 kernels."""
-    inner = config["text_config"]["moe_intermediate_size"] // ranks
+    inner = text["moe_intermediate_size"] // ranks
     padding = -(-inner // EXPERT_TILE) * EXPERT_TILE / inner
     held: dict[str, int] = defaultdict(int)
-    for spec in inventory(config):
-        kind = kind_of(spec.name)
+    for kind, spec in tensors:
         if kind != "Engram tables":
             size = sum(item.bytes for item in spec.official())
             if kind == "routed experts":
@@ -104,7 +108,7 @@ def _padded(vocabulary: int, ranks: int) -> int:
     return math.ceil(vocabulary / unit) * unit // ranks
 
 
-def _bytes(spec: TensorSpec, text: Mapping[str, Any], weights: Weights, division: Division) -> int:
+def _bytes(spec: TensorSpec, weights: Weights, division: Division) -> int:
     name, tensor = spec.name, division.tensor
     if name == "embed.weight":
         return _padded(spec.shape[0], tensor) * spec.shape[1] * 2

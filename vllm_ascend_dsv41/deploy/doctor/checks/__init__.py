@@ -41,5 +41,7 @@ def run(host: Host, target: Target) -> list[Result]:
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(one, chosen.items()))
     if target.recipe is None:
-        results.insert(0, skip("recipe", "none named: command, ports, memory plan, packages and checkpoint not looked at"))
+        results.insert(
+            0, skip("recipe", "none named: command, ports, memory plan, packages and checkpoint not looked at")
+        )
     return results

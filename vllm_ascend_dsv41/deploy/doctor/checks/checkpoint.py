@@ -26,9 +26,16 @@ def complete(host: Host, target: Target) -> Result:
     try:
         found = open_checkpoint(path)
     except (CheckpointError, OSError, ValueError) as error:
-        return bad(name, str(error), "a complete checkpoint", "copy it again, or convert it again: dsv41 quantize SRC DST; dsv41 verify says more")
+        return bad(
+            name,
+            str(error),
+            "a complete checkpoint",
+            "copy it again, or convert it again: dsv41 quantize SRC DST; dsv41 verify says more",
+        )
     if wants == "ascend" and found.layout is Layout.OFFICIAL:
-        return bad(name, "the official checkpoint (MXFP4, MXFP8)", "its conversion", f"dsv41 quantize {target.model} DST")
+        return bad(
+            name, "the official checkpoint (MXFP4, MXFP8)", "its conversion", f"dsv41 quantize {target.model} DST"
+        )
     if wants == "official" and found.layout is not Layout.OFFICIAL:
         return bad(name, "an Ascend conversion", "the official checkpoint", "vLLM's own kernels read the official one")
     block = read_block(path / ROTATION_FILE, found.config["text_config"]["hidden_size"])

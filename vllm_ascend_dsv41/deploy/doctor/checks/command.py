@@ -39,6 +39,13 @@ def start_rank(host: Host, target: Target) -> Result:
             "node rank x --data-parallel-size-local",
             "give the first data-parallel rank of this node",
         )
+    if target.recipe is not None and headless != (target.node.rank > 0):
+        return bad(
+            name,
+            f"node {target.node.rank} {'with' if headless else 'without'} --headless",
+            "--headless on all nodes but 0, which answers requests",
+            "set NODE_RANK, and let the recipe's script give the option",
+        )
     return good(name, "none on node 0" if found is None else f"{found}, headless")
 
 
@@ -62,19 +69,29 @@ def ranks(host: Host, target: Target) -> Result:
             f"rank {expected}: node rank x --data-parallel-size-local {local}",
             "set NODE_RANK so that every node has another one; two nodes with the same ranks wait for each other",
         )
-    if target.nodes > 1 and target.recipe is not None and bool(target.options.get("headless")) != (target.node.rank > 0):
-        return bad(name, f"node {target.node.rank}, headless {bool(target.options.get('headless'))}", "--headless on all nodes but 0", "use the script of the recipe")
     experts = ", experts divided" if target.options.get("enable-expert-parallel") else ""
-    return good(name, f"{first} to {first + local - 1} of {size}, {target.number('tensor-parallel-size', 1)} devices each{experts}")
+    return good(
+        name,
+        f"{first} to {first + local - 1} of {size}, {target.number('tensor-parallel-size', 1)} devices each{experts}",
+    )
 
 
 def placeholders(host: Host, target: Target) -> Result:
     """<NODE0_IP> and the like left in place."""
     name = "placeholders"
     left = [f"{key}={value}" for key, value in target.environment.items() if _ours(key) and PLACEHOLDER.search(value)]
-    left += [f"--{key} {value}" for key, value in target.options.items() if isinstance(value, str) and PLACEHOLDER.search(value)]
+    left += [
+        f"--{key} {value}"
+        for key, value in target.options.items()
+        if isinstance(value, str) and PLACEHOLDER.search(value)
+    ]
     if left:
-        return bad(name, ", ".join(left), "this server's values", "fill in NODE_RANK, NODE0_IP, LOCAL_IP, NIC_NAME and MODEL_PATH")
+        return bad(
+            name,
+            ", ".join(left),
+            "this server's values",
+            "fill in NODE_RANK, NODE0_IP, LOCAL_IP, NIC_NAME and MODEL_PATH",
+        )
     return good(name, "none")
 
 
@@ -112,10 +129,20 @@ def runner(host: Host, target: Target) -> Result:
     """Model runner V2 and pipeline parallelism."""
     name = "runner"
     if target.number("pipeline-parallel-size", 1) > 1:
-        return bad(name, f"--pipeline-parallel-size {target.options['pipeline-parallel-size']}", "1", "divide by tensor, data and expert parallelism")
+        return bad(
+            name,
+            f"--pipeline-parallel-size {target.options['pipeline-parallel-size']}",
+            "1",
+            "divide by tensor, data and expert parallelism",
+        )
     value = target.environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if value not in (None, "", "0"):
-        return bad(name, f"VLLM_USE_V2_MODEL_RUNNER={value}", "0: drafts and Engram history are built for V1", "export VLLM_USE_V2_MODEL_RUNNER=0")
+        return bad(
+            name,
+            f"VLLM_USE_V2_MODEL_RUNNER={value}",
+            "0: drafts and Engram history are built for V1",
+            "export VLLM_USE_V2_MODEL_RUNNER=0",
+        )
     return good(name, "V1")
 
 
@@ -129,13 +156,20 @@ def engram_options(host: Host, target: Target) -> Result:
             name,
             f"--additional-config with {', '.join(old)}",
             "--engram-config: these keys are of images of September 2026; later ones refuse them or leave tables in device memory",
-            "--engram-config '{\"cpu_offload\":true,\"dp_shared_memory\":true}', or {\"cpu_offload\":false} for device memory",
+            '--engram-config \'{"cpu_offload":true,"dp_shared_memory":true}\', or {"cpu_offload":false} for device memory',
         )
     unknown = [key for key in engram if key not in ENGRAM_KEYS]
     if unknown:
-        return bad(name, f"--engram-config with {', '.join(unknown)}", f"{', '.join(ENGRAM_KEYS)} (vLLM 0.30.0)", "leave the others out")
+        return bad(
+            name,
+            f"--engram-config with {', '.join(unknown)}",
+            f"{', '.join(ENGRAM_KEYS)} (vLLM 0.30.0)",
+            "leave the others out",
+        )
     if engram.get("dp_shared_memory") and not engram.get("cpu_offload", True):
-        return bad(name, "dp_shared_memory without cpu_offload", "shared tables are in host memory", "set cpu_offload to true")
+        return bad(
+            name, "dp_shared_memory without cpu_offload", "shared tables are in host memory", "set cpu_offload to true"
+        )
     if engram.get("dp_shared_memory") and engram.get("embedding_across_dp"):
         return bad(name, "dp_shared_memory and embedding_across_dp", "one of them", "keep dp_shared_memory")
     offload = engram.get("cpu_offload", True)
@@ -147,9 +181,22 @@ def engram_options(host: Host, target: Target) -> Result:
             "say where the tables go",
             "--engram-config '{\"cpu_offload\":false}' as in the guide, or with true and dp_shared_memory",
         )
-    if offload and local > 1 and not engram.get("dp_shared_memory") and not engram.get("embedding_across_dp") and target.on_npu:
-        return warn(name, f"{local} copies of 206 GiB in host memory", "one", "add \"dp_shared_memory\":true to --engram-config")
-    return good(name, "tables in host memory" + (", one copy" if engram.get("dp_shared_memory") else "") if offload else "tables in device memory")
+    if (
+        offload
+        and local > 1
+        and not engram.get("dp_shared_memory")
+        and not engram.get("embedding_across_dp")
+        and target.on_npu
+    ):
+        return warn(
+            name, f"{local} copies of 206 GiB in host memory", "one", 'add "dp_shared_memory":true to --engram-config'
+        )
+    return good(
+        name,
+        "tables in host memory" + (", one copy" if engram.get("dp_shared_memory") else "")
+        if offload
+        else "tables in device memory",
+    )
 
 
 def cpu_binding(host: Host, target: Target) -> Result:
@@ -214,9 +261,19 @@ def remote_code(host: Host, target: Target) -> Result:
     name = "remote-code"
     loading = str(target.options.get("load-format", "auto"))
     if target.options.get("trust-remote-code") is True:
-        return warn(name, "--trust-remote-code", "left out: vLLM 0.30.0 knows this model, and nothing of a checkpoint must run", "leave it out")
+        return warn(
+            name,
+            "--trust-remote-code",
+            "left out: vLLM 0.30.0 knows this model, and nothing of a checkpoint must run",
+            "leave it out",
+        )
     if loading not in ("auto", "safetensors", "dummy"):
-        return bad(name, f"--load-format {loading}", "safetensors: other formats can run code when they are read", "leave it out")
+        return bad(
+            name,
+            f"--load-format {loading}",
+            "safetensors: other formats can run code when they are read",
+            "leave it out",
+        )
     return good(name, "not trusted; safetensors only")
 
 
@@ -224,7 +281,12 @@ def access(host: Host, target: Target) -> Result:
     """Who reaches the API, and the ports that nothing guards."""
     name = "access"
     if target.environment.get("VLLM_SERVER_DEV_MODE") not in (None, "", "0"):
-        return bad(name, "VLLM_SERVER_DEV_MODE is set", "not set: it opens endpoints that run what they are sent", "unset VLLM_SERVER_DEV_MODE")
+        return bad(
+            name,
+            "VLLM_SERVER_DEV_MODE is set",
+            "not set: it opens endpoints that run what they are sent",
+            "unset VLLM_SERVER_DEV_MODE",
+        )
     between = target.options.get("data-parallel-address")
     if isinstance(between, str) and _public(between):
         return warn(
@@ -238,7 +300,12 @@ def access(host: Host, target: Target) -> Result:
     where = str(target.options.get("host", "")) or "0.0.0.0"
     keyed = bool(target.environment.get("VLLM_API_KEY")) or "api-key" in target.options
     if "api-key" in target.options:
-        return warn(name, "--api-key: every user of the machine sees the key in the process list", "VLLM_API_KEY", "export VLLM_API_KEY instead")
+        return warn(
+            name,
+            "--api-key: every user of the machine sees the key in the process list",
+            "VLLM_API_KEY",
+            "export VLLM_API_KEY instead",
+        )
     if not _loopback(where) and not keyed:
         return warn(
             name,
@@ -271,9 +338,16 @@ def recipe_drift(host: Host, target: Target) -> Result:
         return skip(name, "no recipe named")
     if not target.drift:
         return good(name, f"{target.recipe.name}: {target.recipe.shape}")
-    topology = [text for text in target.drift if text.startswith(("--data-parallel-size", "--tensor", "--enable-expert"))]
+    topology = [
+        text for text in target.drift if text.startswith(("--data-parallel-size", "--tensor", "--enable-expert"))
+    ]
     if topology:
-        return warn(name, f"not {target.recipe.name}'s: {', '.join(topology)}", target.recipe.shape, "the same on all nodes, or another recipe")
+        return warn(
+            name,
+            f"not {target.recipe.name}'s: {', '.join(topology)}",
+            target.recipe.shape,
+            "the same on all nodes, or another recipe",
+        )
     return good(name, f"{target.recipe.name}, but {', '.join(target.drift)}")
 
 
@@ -308,7 +382,12 @@ def tiling(targets: Iterable[Target]) -> Result:
     twice = [rank for rank, count in held.items() if count > 1]
     missing = [rank for rank in range(size) if rank not in held]
     if twice or missing:
-        return bad("tiling", f"data-parallel ranks held twice: {twice}, by nobody: {missing}", f"0 to {size - 1}, each once", "give every node its own NODE_RANK")
+        return bad(
+            "tiling",
+            f"data-parallel ranks held twice: {twice}, by nobody: {missing}",
+            f"0 to {size - 1}, each once",
+            "give every node its own NODE_RANK",
+        )
     return good("tiling", f"ranks 0 to {size - 1}, each once")
 
 

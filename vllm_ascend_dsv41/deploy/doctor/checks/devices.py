@@ -78,11 +78,21 @@ def device_files(host: Host, target: Target) -> Result:
         )
     missing = [entry for entry in ("davinci_manager", "devmm_svm", "hisi_hdc") if entry not in host.names("/dev")]
     if missing:
-        return bad(name, f"/dev/{', /dev/'.join(missing)} missing", "davinci_manager, devmm_svm, hisi_hdc", "start the container with --device for each")
+        return bad(
+            name,
+            f"/dev/{', /dev/'.join(missing)} missing",
+            "davinci_manager, devmm_svm, hisi_hdc",
+            "start the container with --device for each",
+        )
     if target.recipe is not None and "A3" in target.recipe.hardware:
         halves = [n for n in there if n ^ 1 not in there]
         if halves:
-            return bad(name, f"one die of a card only: {halves}", "both dies of each A3 card", "give the container both /dev/davinci(2N) and (2N+1)")
+            return bad(
+                name,
+                f"one die of a card only: {halves}",
+                "both dies of each A3 card",
+                "give the container both /dev/davinci(2N) and (2N+1)",
+            )
     return good(name, f"{len(there)} devices")
 
 
@@ -116,10 +126,20 @@ def health(host: Host, target: Target) -> Result:
         return skip(name, "no NPU wanted")
     text, why = _smi(host)
     if not text:
-        return bad(name, why, "npu-smi info with all dies", "driver and devices must be usable here: reboot or reinstall the driver; in a container mount them")
+        return bad(
+            name,
+            why,
+            "npu-smi info with all dies",
+            "driver and devices must be usable here: reboot or reinstall the driver; in a container mount them",
+        )
     ill = [f"NPU {die.card} chip {die.chip}: {die.health}" for die in dies(text) if die.health != "OK"]
     if ill:
-        return bad(name, ", ".join(ill), "OK", "npu-smi info -t health -i N says more; leave that server out until it is repaired")
+        return bad(
+            name,
+            ", ".join(ill),
+            "OK",
+            "npu-smi info -t health -i N says more; leave that server out until it is repaired",
+        )
     return good(name, f"{len(dies(text))} dies OK")
 
 
@@ -173,7 +193,12 @@ def link(host: Host, target: Target) -> Result:
         return instead
     down = [n for n, text in enumerate(answers) if "link status: UP" not in text]
     if down:
-        return bad(name, f"device {', '.join(map(str, down))} not UP: {' '.join(answers[down[0]].split()) or 'no answer'}", "link status: UP", "check cable, optical module and switch port (hccn_tool -i N -optical -g)")
+        return bad(
+            name,
+            f"device {', '.join(map(str, down))} not UP: {' '.join(answers[down[0]].split()) or 'no answer'}",
+            "link status: UP",
+            "check cable, optical module and switch port (hccn_tool -i N -optical -g)",
+        )
     return good(name, f"{len(answers)} UP")
 
 
@@ -183,10 +208,18 @@ def net_health(host: Host, target: Target) -> Result:
     answers, instead = _asked(name, "net_health", host, target)
     if instead:
         return instead
-    states = [match[1].strip() if (match := re.search(r"net health status:\s*([\w ]+)", text)) else "no answer" for text in answers]
+    states = [
+        match[1].strip() if (match := re.search(r"net health status:\s*([\w ]+)", text)) else "no answer"
+        for text in answers
+    ]
     ill = [f"device {n}: {state}" for n, state in enumerate(states) if state not in ("Success", "Init")]
     if ill:
-        return bad(name, ", ".join(ill), "Success", "check gateway and probe address: hccn_tool -i N -gateway -g, -netdetect -g")
+        return bad(
+            name,
+            ", ".join(ill),
+            "Success",
+            "check gateway and probe address: hccn_tool -i N -gateway -g, -netdetect -g",
+        )
     if "Init" in states:
         return good(name, "Init: no probe address is set (hccn_tool -netdetect), which is no fault")
     return good(name, f"{len(answers)} Success")
@@ -202,7 +235,12 @@ def tls(host: Host, target: Target) -> Result:
     if None in switches:
         return skip(name, f"not told for device {switches.index(None)}")
     if len(set(switches)) > 1:
-        return bad(name, f"switch per device: {switches}", "the same on all devices of all nodes", "hccn_tool -i N -tls -s enable 0 for every device")
+        return bad(
+            name,
+            f"switch per device: {switches}",
+            "the same on all devices of all nodes",
+            "hccn_tool -i N -tls -s enable 0 for every device",
+        )
     return good(name, f"switch {switches[0]} on all devices; compare the nodes (dsv41 doctor compare)")
 
 
@@ -223,7 +261,12 @@ def address(host: Host, target: Target) -> Result:
     without = [n for n, one in enumerate(found) if one is None]
     if without:
         said = " ".join(answers[without[0]].split()) or "no answer"
-        return bad(name, f"device {', '.join(map(str, without))} without IPv4: {said}", "an address for every device", "hccn_tool -i N -ip -s address A netmask M, and a gateway; HCCL uses IPv4")
+        return bad(
+            name,
+            f"device {', '.join(map(str, without))} without IPv4: {said}",
+            "an address for every device",
+            "hccn_tool -i N -ip -s address A netmask M, and a gateway; HCCL uses IPv4",
+        )
     return good(name, f"{len(found)} addresses, {found[0]} and so on")
 
 
@@ -241,7 +284,12 @@ def superpod(host: Host, target: Target) -> Result:
     output = host.run("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0")
     match = re.search(r"Super Pod ID\s*:\s*(\d+)", output.text) if output else None
     if match is None:
-        return warn(name, "npu-smi does not tell a superpod", "a Super Pod ID, the same on all servers", "update npu-smi; servers outside a superpod reach each other by RoCE only")
+        return warn(
+            name,
+            "npu-smi does not tell a superpod",
+            "a Super Pod ID, the same on all servers",
+            "update npu-smi; servers outside a superpod reach each other by RoCE only",
+        )
     return good(name, f"super pod {match[1]}; compare the nodes (dsv41 doctor compare)")
 
 

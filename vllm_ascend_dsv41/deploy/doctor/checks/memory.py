@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 from ....layer_plan import ConfigError
 from ....quant import CheckpointError
@@ -17,10 +19,21 @@ from ..target import Target, as_recipe
 
 SHM_PER_RANK, SHM_GOOD = GIB, 128 * GIB
 CAP_IPC_LOCK = 14
+_PLANS: WeakKeyDictionary[Target, tuple[MemoryPlan | None, str]] = WeakKeyDictionary()
+_PLANNING = Lock()
 
 
 def _plan(target: Target) -> tuple[MemoryPlan | None, str]:
-    """The plan of what is launched, with the checkpoint's sizes where it can be read."""
+    """The plan of what is launched, made once."""
+    with _PLANNING:
+        known = _PLANS.get(target)
+        if known is None:
+            known = _PLANS[target] = _make_plan(target)
+    return known
+
+
+def _make_plan(target: Target) -> tuple[MemoryPlan | None, str]:
+    """With the checkpoint's sizes where it can be read."""
     if target.recipe is None:
         return None, "no recipe named"
     path = Path(target.model)
@@ -36,9 +49,14 @@ def device_memory(host: Host, target: Target) -> Result:
     found, why = _plan(target)
     if found is None:
         return skip(name, why)
-    problems = [text for text in found.problems if "host memory" not in text]
+    problems = [text for text in found.problems if not text.startswith("a node needs")]
     if problems:
-        return bad(name, problems[0], "a plan that fits (dsv41 plan)", "; ".join(problems[1:]) or "change what it names; dsv41 plan RECIPE --set key=value tries values")
+        return bad(
+            name,
+            problems[0],
+            "a plan that fits (dsv41 plan)",
+            "; ".join(problems[1:]) or "change what it names; dsv41 plan RECIPE --set key=value tries values",
+        )
     tight = [note for note in found.notes if note.startswith("headroom")]
     if tight:
         return warn(name, tight[0], "a GiB and more", "lower --gpu-memory-utilization to 0.90")
@@ -113,7 +131,12 @@ def shared_memory(host: Host, target: Target) -> Result:
             "docker run --shm-size=512g; in Kubernetes an emptyDir with medium Memory: too small, ranks hang or RPC calls time out",
         )
     if target.on_npu and size < SHM_GOOD:
-        return warn(name, f"/dev/shm: {size / GIB:.0f} GiB", "128 GiB and more; the guide gives 512", "docker run --shm-size=512g (15 GiB was too small, vllm-ascend PR 8693)")
+        return warn(
+            name,
+            f"/dev/shm: {size / GIB:.0f} GiB",
+            "128 GiB and more; the guide gives 512",
+            "docker run --shm-size=512g (15 GiB was too small, vllm-ascend PR 8693)",
+        )
     return good(name, f"/dev/shm: {free / GIB:.1f} GiB free")
 
 
@@ -124,7 +147,11 @@ def registration(host: Host, target: Target) -> Result:
         return skip(name, "no tables in host memory that a device reads")
     kernel = (host.text("/proc/sys/kernel/osrelease") or "").strip()
     numbers = re.match(r"(\d+)\.(\d+)", kernel)
-    if numbers and (int(numbers[1]), int(numbers[2])) <= (5, 10) and target.json("engram-config").get("dp_shared_memory"):
+    if (
+        numbers
+        and (int(numbers[1]), int(numbers[2])) <= (5, 10)
+        and target.json("engram-config").get("dp_shared_memory")
+    ):
         return bad(
             name,
             f"kernel {kernel}",
@@ -142,7 +169,12 @@ def registration(host: Host, target: Target) -> Result:
     may_lock = capabilities is not None and bool(int(capabilities[1], 16) >> CAP_IPC_LOCK & 1)
     locked = re.search(r"^Max locked memory\s+(\S+)", host.text("/proc/self/limits") or "", re.MULTILINE)
     if locked and locked[1] != "unlimited" and not may_lock:
-        return warn(name, f"locked memory limited to {locked[1]} bytes", "unlimited", "docker run --ulimit memlock=-1, or ulimit -l unlimited")
+        return warn(
+            name,
+            f"locked memory limited to {locked[1]} bytes",
+            "unlimited",
+            "docker run --ulimit memlock=-1, or ulimit -l unlimited",
+        )
     if without:
         return warn(
             name,

@@ -39,7 +39,12 @@ def interface(host: Host, target: Target) -> Result:
         return skip(name, "one server, or no NIC_NAME given")
     if "/" in node.nic or not host.names(f"/sys/class/net/{node.nic}"):
         there = [entry for entry in host.names("/sys/class/net") if entry != "lo"]
-        return bad(name, f"no interface {node.nic}", f"one of {', '.join(there) or '(none but lo)'}", "set NIC_NAME to the interface that has LOCAL_IP (ip -br addr)")
+        return bad(
+            name,
+            f"no interface {node.nic}",
+            f"one of {', '.join(there) or '(none but lo)'}",
+            "set NIC_NAME to the interface that has LOCAL_IP (ip -br addr)",
+        )
     state = (host.text(f"/sys/class/net/{node.nic}/operstate") or "unknown").strip()
     if state not in ("up", "unknown"):
         return bad(name, f"{node.nic} is {state}", "up", f"ip link set {node.nic} up, or choose another interface")
@@ -63,7 +68,12 @@ def route(host: Host, target: Target) -> Result:
         return skip(name, "node 0, or one server")
     ways, complaint = _json(host, "ip", "-j", "route", "get", node.node0_ip)
     if not ways:
-        return bad(name, f"no way to {node.node0_ip}: {complaint or 'unreachable'}", "a route", "check NODE0_IP and the routes (ip route)")
+        return bad(
+            name,
+            f"no way to {node.node0_ip}: {complaint or 'unreachable'}",
+            "a route",
+            "check NODE0_IP and the routes (ip route)",
+        )
     device, source = ways[0].get("dev", "?"), ways[0].get("prefsrc", node.local_ip)
     if device != node.nic or source != node.local_ip:
         return bad(
@@ -86,9 +96,19 @@ def interface_names(host: Host, target: Target) -> Result:
     if not there:
         return skip(name, "no /sys/class/net")
     if not fits:
-        return bad(name, f"HCCL_SOCKET_IFNAME={asked} is no interface's beginning", f"one of {', '.join(there)}", "set NIC_NAME to an interface of this server")
+        return bad(
+            name,
+            f"HCCL_SOCKET_IFNAME={asked} is no interface's beginning",
+            f"one of {', '.join(there)}",
+            "set NIC_NAME to an interface of this server",
+        )
     if len(fits) > 1:
-        return warn(name, f"HCCL_SOCKET_IFNAME={asked} fits {', '.join(fits)}", "one interface", f"export HCCL_SOCKET_IFNAME=={asked} (an equals sign in front: exactly this one)")
+        return warn(
+            name,
+            f"HCCL_SOCKET_IFNAME={asked} fits {', '.join(fits)}",
+            "one interface",
+            f"export HCCL_SOCKET_IFNAME=={asked} (an equals sign in front: exactly this one)",
+        )
     return good(name, f"HCCL_SOCKET_IFNAME fits {fits[0]} only")
 
 
@@ -99,7 +119,10 @@ def ports(host: Host, target: Target) -> Result:
         return good(name, "none of its own; node 0's are tried with --peers")
     wanted = [(str(target.options.get("host", "0.0.0.0")), target.number("port", 8000), "--port")]
     if target.nodes > 1:
-        address, rpc = str(target.options.get("data-parallel-address", "")), target.number("data-parallel-rpc-port", 29550)
+        address, rpc = (
+            str(target.options.get("data-parallel-address", "")),
+            target.number("data-parallel-rpc-port", 29550),
+        )
         wanted.append((address, rpc, "--data-parallel-rpc-port"))
         wanted.append((address, watch_port(rpc), "the watch of the nodes, rpc port + 1"))
     taken = []
@@ -108,7 +131,12 @@ def ports(host: Host, target: Target) -> Result:
         if reason is not None:
             taken.append(f"{address}:{port} ({option}): {reason}")
     if taken:
-        return bad(name, "; ".join(taken), "ports that can be listened on", "end what listens there (ss -ltnp), choose another port, or correct the address")
+        return bad(
+            name,
+            "; ".join(taken),
+            "ports that can be listened on",
+            "end what listens there (ss -ltnp), choose another port, or correct the address",
+        )
     return good(name, ", ".join(f"{address}:{port}" for address, port, _ in wanted))
 
 

@@ -58,14 +58,29 @@ def driver(host: Host, target: Target) -> Result:
         return skip(name, "no NPU wanted")
     found = driver_version(host)
     if found is None:
-        return bad(name, f"{DRIVER} is missing or a folder", "a version", f"docker run -v {DRIVER}:{DRIVER}; the file must exist on the host")
+        return bad(
+            name,
+            f"{DRIVER} is missing or a folder",
+            "a version",
+            f"docker run -v {DRIVER}:{DRIVER}; the file must exist on the host",
+        )
     if _numbers(found) < DRIVER_NEEDED:
-        return warn(name, f"driver {found}", "25.5.1 and later (written for HDK 26.0.RC1)", "update driver and firmware: older ones run out of streams while graphs are captured")
+        return warn(
+            name,
+            f"driver {found}",
+            "25.5.1 and later (written for HDK 26.0.RC1)",
+            "update driver and firmware: older ones run out of streams while graphs are captured",
+        )
     firmware = key_values(host.text(FIRMWARE) or "")
     allowed = re.search(r"\[([\d.]+),([\d.]+)\]", key_values(host.text(DRIVER) or "").get("compatible_version_fw", ""))
     own = firmware.get("firmware_version") or firmware.get("Version")
     if allowed and own and not _between(own, allowed[1], allowed[2]):
-        return bad(name, f"firmware {own} with driver {found}", f"firmware {allowed[1]} to {allowed[2]}", "install the firmware of the same HDK")
+        return bad(
+            name,
+            f"firmware {own} with driver {found}",
+            f"firmware {allowed[1]} to {allowed[2]}",
+            "install the firmware of the same HDK",
+        )
     return good(name, f"driver {found}" + (f", firmware {own}" if own else ""))
 
 
@@ -83,7 +98,12 @@ def cann(host: Host, target: Target) -> Result:
         return skip(name, "no NPU wanted")
     found = cann_version(host)
     if found is None:
-        return bad(name, "no ascend_toolkit_install.info", "CANN 9.2", "install CANN, or set ASCEND_TOOLKIT_HOME; source set_env.sh before the start")
+        return bad(
+            name,
+            "no ascend_toolkit_install.info",
+            "CANN 9.2",
+            "install CANN, or set ASCEND_TOOLKIT_HOME; source set_env.sh before the start",
+        )
     if _numbers(found) < CANN_NEEDED:
         return warn(name, f"CANN {found}", "9.1 and later (written for 9.2)", "use an image of vllm-ascend 0.30.0")
     return good(name, f"CANN {found}")
@@ -110,7 +130,9 @@ def packages(host: Host, target: Target) -> Result:
         missing = all(text.endswith("missing") for text in wrong)
         expected = ", ".join(f"{package} {wanted}" for package, wanted in target.recipe.written_for.items())
         line = bad if missing else warn
-        return line(name, ", ".join(wrong), expected, "use the image named in docker/, or install the versions of the recipe")
+        return line(
+            name, ", ".join(wrong), expected, "use the image named in docker/, or install the versions of the recipe"
+        )
     return good(name, ", ".join(found))
 
 
@@ -139,7 +161,12 @@ def plugins(host: Host, target: Target) -> Result:
         return bad(name, f"VLLM_PLUGINS={text}", "dsv41 in it", "unset VLLM_PLUGINS, or add dsv41")
     twice = [one for one in ("ascend", "ascend_model") if one in listed]
     if twice:
-        return bad(name, f"VLLM_PLUGINS={text}", f"no {', '.join(twice)}: vLLM takes one platform, and one DeepSeek-V4.1", "unset VLLM_PLUGINS: dsv41 serve sets it")
+        return bad(
+            name,
+            f"VLLM_PLUGINS={text}",
+            f"no {', '.join(twice)}: vLLM takes one platform, and one DeepSeek-V4.1",
+            "unset VLLM_PLUGINS: dsv41 serve sets it",
+        )
     return good(name, text)
 
 
@@ -161,7 +188,12 @@ def tuning(host: Host, target: Target) -> Result:
     if not target.on_npu:
         return skip(name, "no NPU wanted")
     if wanted:
-        return warn(name, f"{len(wanted)} settings of the kernel cost speed", "huge pages always, no NUMA balancing, no swapping, governor performance", "on the host: " + "; ".join(wanted))
+        return warn(
+            name,
+            f"{len(wanted)} settings of the kernel cost speed",
+            "huge pages always, no NUMA balancing, no swapping, governor performance",
+            "on the host: " + "; ".join(wanted),
+        )
     return good(name, "huge pages, NUMA balancing, swapping, governor")
 
 
@@ -175,7 +207,9 @@ def image_there(host: Host, image: str) -> Result:
         return skip(name, f"the registry of {image} did not answer in time")
     if output.status != 0:
         said = " ".join(output.text.split())[:200]
-        return bad(name, f"{image}: {said}", "an image that can be pulled", "choose a released tag, and keep a copy of it")
+        return bad(
+            name, f"{image}: {said}", "an image that can be pulled", "choose a released tag, and keep a copy of it"
+        )
     return good(name, image)
 
 
@@ -186,7 +220,12 @@ def open_files(host: Host, target: Target) -> Result:
     if found is None:
         return skip(name, "not told")
     if found[1] != "unlimited" and int(found[1]) < FILES_NEEDED and target.on_npu:
-        return warn(name, f"{found[1]} open files", f"{FILES_NEEDED} and more", "ulimit -n 65535, or docker run --ulimit nofile=65535:65535")
+        return warn(
+            name,
+            f"{found[1]} open files",
+            f"{FILES_NEEDED} and more",
+            "ulimit -n 65535, or docker run --ulimit nofile=65535:65535",
+        )
     return good(name, found[1])
 
 

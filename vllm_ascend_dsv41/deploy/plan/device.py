@@ -89,8 +89,7 @@ def mc2_buffer(hardware: str, tokens: int, hidden: int, experts: int, chosen: in
     """HCCL_BUFFSIZE in MB that ``npu_moe_distribute_dispatch`` and ``combine`` ask for; the largest of the algorithms
     that may be chosen without being asked for. ``tokens``: per rank; ``ranks``: that experts are divided among.
 
-    Source: CANN's tiling code of both operators (A3: fullmesh and fullmesh_v2; A2: fullmesh), checked against the 294
-    MB that vllm-ascend#4051 was asked for.
+    Source: CANN's tiling code of both operators (A3: fullmesh and fullmesh_v2; A2: fullmesh).
     """
     local = -(-experts // ranks)
     if "A2" in hardware:

@@ -108,6 +108,11 @@ def released() -> Model:
     return Model("DeepSeek-V4.1-Flash, released sizes", released_config(), Weights.W8A8, False)
 
 
+@cache
+def _published() -> list[dict[str, Any]]:
+    return comparisons(released().config, released().tensors)
+
+
 class _Planner:
     """The steps from recipe and model to a plan."""
 
@@ -425,5 +430,5 @@ def plan(recipe: Recipe, model_path: Path | None = None) -> MemoryPlan:
     model = Model.of(model_path, recipe.checkpoint)
     found = _Planner(recipe, model).plan()
     if model_path is None:
-        found.published = comparisons(model.config, model.tensors)
+        found.published = _published()
     return found

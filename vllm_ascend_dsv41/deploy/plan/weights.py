@@ -119,9 +119,9 @@ def _bytes(spec: TensorSpec, weights: Weights, division: Division) -> int:
     size = math.prod(spec.shape)
     if name.endswith(("engram.q_weight", "engram.k_weight")):
         return size * 4 * 3 // 2  # in float32, and their product
-    if name.endswith("gate.weight"):
+    if name.endswith(".gate.weight"):
         return (spec.shape[0] + 1) * spec.shape[1] * 4  # in float32, with the column of image flags
-    if name.endswith(("gate.bias", "gate.bias_vl")):
+    if name.endswith((".gate.bias", ".gate.bias_vl")):
         return (2 * size + 1) * 4  # as stored, and as the router reads it
     stored = spec.ascend(weights)[0]
     size *= DTYPE_BYTES[stored.dtype]

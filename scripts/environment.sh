@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes the virtual environment and installs this package into it.
 # Nothing is done again while the lock files, pyproject.toml and the C sources stay the same.
 #

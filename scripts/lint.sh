@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Style, types and the directions of imports.
 set -euo pipefail
+# shellcheck source=scripts/environment.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 environment
 cd "$root"

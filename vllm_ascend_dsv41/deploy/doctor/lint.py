@@ -37,8 +37,32 @@ basename() {{ printf '%s\\n' "${{1##*/}}"; }}
 command_not_found_handle() {{ return 0; }}
 enable -n kill source . ulimit umask exit trap suspend fc history bind coproc 2>/dev/null
 exit() {{ return 0; }}
+readonly PATH
 set -r
 """
+
+
+REDIRECTION = re.compile(r"&?>[>|&]?[ \t]*(?:&?[-\w./${}:%+]+|\"[^\"\n]*\"|'[^'\n]*')")
+TO_TEE = re.compile(r"\|&?[ \t]*tee\b[^\n;)&]*")
+#: What is copied as it is: escapes, quotes, comments, conditions, arithmetic.
+WHOLE = re.compile(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"|(?<![^\s;(])#[^\n]*|\[\[.*?\]\]|\(\(.*?\)\)|<<<", re.DOTALL)
+
+
+def without_output(script: str) -> str:
+    """A script whose commands write to nothing but standard output: a restricted shell refuses redirections."""
+    kept, at = [], 0
+    while at < len(script):
+        if match := WHOLE.match(script, at):
+            kept.append(match[0])
+        elif match := REDIRECTION.match(script, at):
+            if kept and kept[-1].isdigit() and (len(kept) < 2 or kept[-2].isspace()):
+                kept.pop()  # 2>&1: the number belongs to it
+        elif not (match := TO_TEE.match(script, at)):
+            kept.append(script[at])
+            at += 1
+            continue
+        at = match.end()
+    return "".join(kept)
 
 
 def commands(script: str, rank: int) -> tuple[list[str], dict[str, str], str]:
@@ -50,16 +74,16 @@ def commands(script: str, rank: int) -> tuple[list[str], dict[str, str], str]:
         script,
         flags=re.MULTILINE,
     )
+    text = re.sub(r"(?<!\w)PATH=", "IGNORED_PATH=", text)  # it must stay empty: a prefix would reach programs
     with tempfile.TemporaryDirectory(prefix="dsv41-lint-") as folder:
-        body = PRELUDE.format(mark=MARK) + "unset DRY_RUN\nSKIP_DOCTOR=1\n" + text
+        body = PRELUDE.format(mark=MARK) + "unset DRY_RUN\nSKIP_DOCTOR=1\n" + without_output(text)
         try:
             done = subprocess.run(
                 ["/bin/bash", "--noprofile", "--norc", "-c", body, "launch.sh"],
                 cwd=folder,
                 env={"PATH": "/nonexistent", "HOME": folder, "NODE_RANK": str(rank), "LC_ALL": "C"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 timeout=TIMEOUT_S,
                 check=False,
             )
@@ -89,7 +113,9 @@ def lint(path: str) -> list[Result]:
         raise LaunchError(f"{path}: not a script")
     targets = [_target(script, 0)]
     size, local = targets[0].number("data-parallel-size", 1), targets[0].number("data-parallel-size-local", 1)
-    nodes = min(size // max(local, 1), MOST_NODES) if "data-parallel-size-local" in targets[0].options else 1
+    by_ray = targets[0].options.get("data-parallel-backend") == "ray"  # which starts all engines from node 0
+    alone = by_ray or "data-parallel-size-local" not in targets[0].options
+    nodes = 1 if alone else min(size // max(local, 1), MOST_NODES)
     targets += [_target(script, rank) for rank in range(1, nodes)]
     results = [_merged(name, targets) for name in WORDS_ONLY]
     if nodes > 1:

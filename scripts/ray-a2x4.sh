@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Four Atlas 800 A2 servers with Ray: DeepSeek-V4.1-Flash, DP4/TP8/EP32. Never run: `scripts/serve-a2x4.sh` is the way that was.
+# Written for vllm 0.30.0, vllm-ascend 0.30.0rc2, torch 2.10.0, torch-npu 2.10.0.post4, CANN 9.2.
+# Made from vllm_ascend_dsv41/deploy/recipes/a2x4.yaml by `python -m vllm_ascend_dsv41.deploy.render`: change that.
+#
+# Run it on all 4 servers, node 0 first: node 0 starts the server when all have come. Settings below, or in the
+# environment. DRY_RUN=1 prints command and environment. Between the servers Ray's ports must be open to them alone.
+set -euo pipefail
+
+NODE_RANK="${NODE_RANK:-<NODE_RANK>}"                      # this server: 0 to 3
+NODE0_IP="${NODE0_IP:-<NODE0_IP>}"                         # address of node 0 on the network between the servers
+LOCAL_IP="${LOCAL_IP:-<LOCAL_IP>}"                         # address of this server on that network
+NIC_NAME="${NIC_NAME:-<NETWORK_INTERFACE>}"                # interface that has LOCAL_IP
+MODEL_PATH="${MODEL_PATH:-<YOUR_MODEL_PATH>}"              # directory that `dsv41 quantize` wrote, the same on all servers
+HOST="${HOST:-127.0.0.1}"                                  # 0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too
+PORT="${PORT:-8000}"                                       # of the API on node 0
+RAY_PORT="${RAY_PORT:-6379}"
+
+require() {
+    if [[ -z ${!1} || ${!1} == *'<'* ]]; then
+        echo "$(basename "$0"): $1 is '${!1}': set it in this file or in the environment" >&2
+        exit 2
+    fi
+}
+require NODE_RANK
+require NODE0_IP
+require LOCAL_IP
+require NIC_NAME
+require MODEL_PATH
+
+export VLLM_ENGINE_READY_TIMEOUT_S="${VLLM_ENGINE_READY_TIMEOUT_S:-3600}"
+export VLLM_USE_V2_MODEL_RUNNER="${VLLM_USE_V2_MODEL_RUNNER:-0}"
+export VLLM_PLUGINS="${VLLM_PLUGINS:-dsv41,ascend_kv_connector,ascend_model_loader,ascend_service_profiling}"
+export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1800}"
+export VLLM_HOST_IP="$LOCAL_IP"
+export GLOO_SOCKET_IFNAME="$NIC_NAME"
+export TP_SOCKET_IFNAME="$NIC_NAME"
+export HCCL_IF_IP="$LOCAL_IP"
+export HCCL_SOCKET_IFNAME="$NIC_NAME"
+export ASCEND_RT_VISIBLE_DEVICES="${ASCEND_RT_VISIBLE_DEVICES:-0,1,2,3,4,5,6,7}"
+export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
+
+COMMAND=(
+    dsv41 serve "$MODEL_PATH"
+    --host "$HOST"
+    --port "$PORT"
+    --data-parallel-address "$NODE0_IP"
+    --data-parallel-rpc-port 13399
+    --data-parallel-size 4
+    --data-parallel-size-local 1
+    --tensor-parallel-size 8
+    --enable-expert-parallel
+    --served-model-name deepseek-v41
+    --max-model-len 1048576
+    --max-num-batched-tokens 4096
+    --max-num-seqs 32
+    --gpu-memory-utilization 0.9
+    --block-size 128
+    --tokenizer-mode deepseek_v41
+    --reasoning-parser deepseek_v41
+    --tool-call-parser deepseek_v41
+    --enable-auto-tool-choice
+    --safetensors-load-strategy lazy
+    --quantization ascend
+    --engram-config '{"cpu_offload":false}'
+    --additional-config '{"enable_cpu_binding":true,"ascend_compilation_config":{"enable_npugraph_ex":false,"enable_static_kernel":false}}'
+    --speculative-config '{"method":"dspark","num_speculative_tokens":5,"enforce_eager":true}'
+    --compilation-config '{"cudagraph_mode":"FULL_DECODE_ONLY"}'
+    --data-parallel-backend ray
+    "$@"
+)
+
+if [[ ${DRY_RUN:-0} != 0 ]]; then
+    for name in VLLM_ENGINE_READY_TIMEOUT_S VLLM_USE_V2_MODEL_RUNNER VLLM_PLUGINS HCCL_CONNECT_TIMEOUT VLLM_HOST_IP GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME HCCL_IF_IP HCCL_SOCKET_IFNAME ASCEND_RT_VISIBLE_DEVICES RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES; do
+        printf '%s=%q\n' "$name" "${!name}"
+    done
+    printf '%q ' "${COMMAND[@]}"
+    echo
+    exit 0
+fi
+if [[ $NODE_RANK != 0 ]]; then
+    exec ray start --block --address "$NODE0_IP:$RAY_PORT" --node-ip-address "$LOCAL_IP"
+fi
+ray start --head --port "$RAY_PORT" --node-ip-address "$LOCAL_IP" --dashboard-host 127.0.0.1
+until python3 -c "import ray, sys; ray.init(address='auto', log_to_driver=False); sys.exit(len([n for n in ray.nodes() if n['Alive']]) < 4)"; do
+    echo "waiting for 4 servers"
+    sleep 5
+done
+exec "${COMMAND[@]}"

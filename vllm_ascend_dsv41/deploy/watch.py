@@ -83,6 +83,8 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # the thread that accepts would keep the port
             self._listener.close()
 
     # ---- node 0 -----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def meet(host: Host, target: Target, failures: Sequence[str], wait: float, say: 
         return [skip("peers", "one server")]
     own = {
         "rank": target.node.rank,
+        "local_ip": target.node.local_ip,
         "failures": list(failures),
         "facts": facts(host, target),
         "devices": device_addresses(host, target),
@@ -78,7 +79,7 @@ def _host(
                         problems.append(text)
                         _write(connection, {"results": [_as_json(_twice(text))], "everyone": []})
                         continue
-                    theirs["address"] = peer
+                    peer = theirs["address"] = str(theirs["local_ip"])  # where HCCL and gloo will look for it
                     theirs["back"] = _reaches(peer, int(theirs["port"]))
                     met[rank] = connection, theirs
                 except (OSError, ValueError, KeyError, TypeError) as error:
@@ -145,7 +146,7 @@ def _visit(
             return [_unreachable(own_port, "LOCAL_IP to be an address of this server")], []
         while True:
             try:
-                connection = socket.create_connection((address, port), timeout=5)
+                connection = socket.create_connection((address, port), 5, (target.node.local_ip, 0))
                 break
             except OSError as error:
                 if time.monotonic() > deadline:

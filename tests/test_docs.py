@@ -29,8 +29,8 @@ CODE = re.compile(r"`([^`\n]+)`")
 
 
 def outline(text: str) -> dict[str, list[object]]:
-    """What must be the same in every language: code blocks, levels of headings, shapes of tables, code in their cells, and
-    what is generated."""
+    """What must be the same in every language: code blocks, levels of headings, shapes of tables, code in their cells,
+    and what is generated."""
     prose = FENCE.sub("", text)
     tables = [line for line in prose.splitlines() if line.startswith("|")]
     cells = [re.sub(r"\\\||`[^`]*`", "", line).count("|") for line in tables]

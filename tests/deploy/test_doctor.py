@@ -661,15 +661,9 @@ FAULTS = [
         "the same on all nodes",
         lambda node: launched(
             given=[
-                "dsv41",
-                "serve",
-                *[
-                    ("4" if before == "--tensor-parallel-size" else word)
-                    for before, word in zip(
-                        ["", *command(launched().recipe, launched().node, "/data/weights").arguments],
-                        command(launched().recipe, launched().node, "/data/weights").arguments,
-                    )
-                ],
+                *("dsv41", "serve"),
+                *command(launched().recipe, launched().node, "/data/weights").arguments,
+                *("--tensor-parallel-size", "4"),
             ]
         ),
     ),

@@ -7,8 +7,8 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from deploy.nodes import hccn, healthy, launched
 
+from deploy.nodes import hccn, healthy, launched
 from vllm_ascend_dsv41.deploy.doctor.peers import meet
 from vllm_ascend_dsv41.deploy.doctor.report import Status
 from vllm_ascend_dsv41.deploy.launch import Node

@@ -10,8 +10,8 @@ import torch
 from quant.test_inventory import RELEASED
 
 from vllm_ascend_dsv41.cli import main
-from vllm_ascend_dsv41.deploy.plan import plan
 from vllm_ascend_dsv41.deploy.plan import device as devices
+from vllm_ascend_dsv41.deploy.plan import plan
 from vllm_ascend_dsv41.deploy.plan.cache import Caches, blocks_per_request
 from vllm_ascend_dsv41.deploy.plan.device import GIB
 from vllm_ascend_dsv41.deploy.plan.memory import released_config

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from deploy.hosts import NIC, two_hosts, why_not
 
+from deploy.hosts import NIC, two_hosts, why_not
 from vllm_ascend_dsv41.deploy.demo import ENVIRONMENT
 
 SCRIPT = Path(__file__).parents[2] / "scripts/serve-cpu-demo-x2.sh"

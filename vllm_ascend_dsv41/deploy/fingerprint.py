@@ -59,8 +59,8 @@ def versions() -> dict[str, str]:
 
 
 def checkpoint(path: str | Path) -> dict[str, str]:
-    """Digests of a checkpoint's small files, and one of its weight files: names, sizes, and samples of each. Empty where
-    there is no directory."""
+    """Digests of a checkpoint's small files, and one of its weight files: names, sizes, and samples of each. Empty
+    where there is no directory."""
     root = Path(path)
     found: dict[str, str] = {}
     try:

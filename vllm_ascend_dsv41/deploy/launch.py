@@ -82,7 +82,7 @@ def text_of(value: Value) -> str:
 
 
 def command(recipe: Recipe, node: Node, model: str) -> Launch:
-    """What node ``node.rank`` runs. Raises LaunchError: placeholders, addresses that are missing, ranks that are not."""
+    """What node ``node.rank`` runs. Raises LaunchError: placeholders, missing addresses, a rank that there is not."""
     _check(recipe, node, model)
     return Launch(model, tuple(_flags(recipe, node)), tuple(_environment(recipe, node)))
 
@@ -178,9 +178,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """Options of a ``vllm serve`` command line by name without dashes: values as text, True for bare ones, the last one
-    of a name counts. Both spellings of names (``max_num_seqs``) and of values (``--name=value``, ``--no-name``) are read;
-    the model is under ``model``. ``--name.key value`` adds to the object under ``name``, as vLLM does."""
+    """Options of a ``vllm serve`` command line by name without dashes: values as text, True for bare ones, the last
+    one of a name counts. Both spellings of names (``max_num_seqs``) and of values (``--name=value``, ``--no-name``)
+    are read; the model is under ``model``. ``--name.key value`` adds to the object under ``name``, as vLLM does."""
     options: dict[str, Any] = {}
     words, at = list(arguments), 0
     while at < len(words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +25,9 @@ TOPOLOGY = (
     "tensor_parallel_size",
     "expert_parallel",
 )
+
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class RecipeError(ValueError):
@@ -128,6 +132,17 @@ class Recipe(_Strict):
     def flag(self, name: str, default: Any = None) -> Any:
         """Value of a flag of ``vllm serve``, given without dashes."""
         return self.flags[name].value if name in self.flags else default
+
+    def count(self, name: str, default: int) -> int:
+        """A whole number among flags or variables, also as vLLM reads them: 128k, 1M. Raises RecipeError."""
+        place = self.environment if name.isupper() else self.flags
+        value = place[name].value if name in place else default
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value))
+        if isinstance(value, bool) or match is None:
+            raise RecipeError(
+                f"recipe {self.name}: {name} is {value!r}, expected a whole number, or 128k, 1M and so on"
+            )
+        return int(float(match[1]) * UNITS[match[2]])
 
     @property
     def draft_tokens(self) -> int:

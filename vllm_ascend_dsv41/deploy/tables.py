@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from .launch import text_of
 from .plan import plan
 from .plan.device import GIB
 from .recipe import Recipe, load, names
 
+Language = Literal["en", "zh"]
 MARKER = re.compile(r"(<!-- made: (?P<what>[\w-]+(?: [\w-]+)*) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 WORDS = {
     "en": {
@@ -33,7 +35,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in lines)
 
 
-def support(language: str) -> str:
+def support(language: Language) -> str:
     """Every recipe: shape, hardware, versions, what was run."""
     w = WORDS[language]
     rows = []
@@ -44,7 +46,7 @@ def support(language: str) -> str:
     return _table((w["recipe"], w["hardware"], w["shape"], w["written"], w["run"]), rows)
 
 
-def options(language: str, recipe: Recipe) -> str:
+def options(language: Language, recipe: Recipe) -> str:
     """Every option of a recipe with its source."""
     w = WORDS[language]
     rows = [
@@ -59,7 +61,7 @@ def options(language: str, recipe: Recipe) -> str:
     return text
 
 
-def memory(language: str, recipe: Recipe) -> str:
+def memory(language: Language, recipe: Recipe) -> str:
     """A rank's memory, and how many sequences fit."""
     w, found = WORDS[language], plan(recipe)
     rows = [(part.name, f"{part.bytes / GIB:.2f}", w[part.how]) for part in found.rank]
@@ -68,10 +70,10 @@ def memory(language: str, recipe: Recipe) -> str:
     return text + "\n" + _table((w["context"], w["sequences"]), fits)
 
 
-MAKERS: dict[str, Callable[[str, Recipe], str]] = {"options": options, "memory": memory}
+MAKERS: dict[str, Callable[[Language, Recipe], str]] = {"options": options, "memory": memory}
 
 
-def filled(text: str, language: str) -> str:
+def filled(text: str, language: Language) -> str:
     """A document with its tables made anew. Raises ValueError: a marker of no table."""
 
     def make(match: re.Match[str]) -> str:
@@ -92,5 +94,5 @@ def documents(root: Path) -> Iterator[tuple[str, str]]:
     for path in sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")]):
         text = path.read_text(encoding="utf-8")
         if "<!-- made: " in text:
-            language = "zh" if path.stem.endswith(".zh") or "zh" in path.parent.parts else "en"
+            language: Language = "zh" if path.stem.endswith(".zh") or "zh" in path.parent.parts else "en"
             yield str(path.relative_to(root)), filled(text, language)

@@ -2,8 +2,8 @@
 
 vLLM's node 0 answers ``/health`` with 200 for as long as nobody asks for text, even when the machine of another node is
 gone: nothing is sent between idle nodes. Here each headless node keeps a connection to node 0. A connection that ends,
-or is silent for 20 s, ends the server on the other side with one line that says who is missing. On connecting, what must
-be the same on all nodes is compared: different options let vLLM hang without a word (vllm#26187).
+or is silent for 20 s, ends the server on the other side with one line that says who is missing. On connecting, what
+must be the same on all nodes is compared: different options let vLLM hang without a word (vllm#26187).
 """
 
 from __future__ import annotations

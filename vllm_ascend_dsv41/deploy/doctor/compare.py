@@ -21,7 +21,8 @@ MUST = {
     "options": "start all nodes with one script; different options let vLLM hang without a word (vllm#26187)",
     "checkpoint": "copy the checkpoint again: dsv41 verify CKPT --write-manifest F here, --check-manifest F there",
     "versions": "use one image on all nodes",
-    "ascend": "one driver, firmware, CANN, TLS switch and superpod on all nodes: hccn_tool -i N -tls -s enable 0 for the switch",
+    "ascend": "one driver, firmware, CANN, TLS switch and superpod on all nodes: hccn_tool -i N -tls -s enable 0 "
+    "for the switch",
 }
 MAY = {
     "environment": "export the same on all nodes",

@@ -53,7 +53,7 @@ class Machine:
     """This machine."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self.environment = dict(os.environ if environment is None else environment)
+        self.environment: Mapping[str, str] = dict(os.environ if environment is None else environment)
 
     def text(self, path: str) -> str | None:
         """As Host."""

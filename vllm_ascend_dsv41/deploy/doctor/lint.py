@@ -1,7 +1,7 @@
 """``dsv41 doctor --lint-command``: what a launch script would run on each node, without running it.
 
-The script is evaluated by a restricted bash without any program to call, in which ``vllm`` and ``dsv41`` only print what
-they were given. So loops, arrays and conditions count as they would on the node.
+The script is evaluated by a restricted bash without any program to call, in which ``vllm`` and ``dsv41`` only print
+what they were given. So loops, arrays and conditions count as they would on the node.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ MOST_NODES = 64
 #: Made before the script is read: programs print what they are told, all others do nothing; what could reach out of
 #: the shell is switched off. In restricted mode nothing of it can be undone, and no output can be redirected.
 PRELUDE = """
-say() {{ printf '{mark}\\0'; printf '%s\\0' "$@"; printf '{mark}environment\\0'; declare -px | tr_lines; printf '{mark}end\\0'; }}
+say() {{
+    printf '{mark}\\0'; printf '%s\\0' "$@"
+    printf '{mark}environment\\0'; declare -px | tr_lines; printf '{mark}end\\0'
+}}
 tr_lines() {{ local line; while IFS= read -r line; do printf '%s\\0' "$line"; done; }}
 serving() {{ local word; for word in "$@"; do [[ $word == serve ]] && {{ say "$@"; return 0; }}; done; return 0; }}
 vllm() {{ serving vllm "$@"; }}
 dsv41() {{ serving dsv41 "$@"; }}
 exec() {{ [[ $# == 0 ]] || "$@"; }}
-env() {{ while [[ $# -gt 0 && ( $1 == *=* || $1 == -* ) ]]; do [[ $1 == *=* ]] && export "${{1?}}"; shift; done; [[ $# == 0 ]] || "$@"; }}
+env() {{
+    while [[ $# -gt 0 && ( $1 == *=* || $1 == -* ) ]]; do [[ $1 == *=* ]] && export "${{1?}}"; shift; done
+    [[ $# == 0 ]] || "$@"
+}}
 nohup() {{ "$@"; }}
 sudo() {{ "$@"; }}
 basename() {{ printf '%s\\n' "${{1##*/}}"; }}
@@ -140,7 +146,7 @@ def _target(script: str, rank: int) -> Target:
 
 
 def _merged(name: str, targets: Sequence[Target]) -> Result:
-    """The worst of the nodes' results. A placeholder is what a template has: a warning here, a failure before a start."""
+    """The worst of the nodes' results. A placeholder is what a template has: a warning here, not before a start."""
     order = [Status.FAIL, Status.WARN, Status.PASS, Status.SKIP]
     results = []
     for target in targets:

@@ -26,8 +26,8 @@ LONGEST = 1 << 22
 
 
 def meet(host: Host, target: Target, failures: Sequence[str], wait: float, say: Callable[[str], None]) -> list[Result]:
-    """Lines about the other nodes. ``failures``: checks that failed here, for the others to know; ``wait``: seconds until
-    all must have come."""
+    """Lines about the other nodes. ``failures``: checks that failed here, for the others to know; ``wait``: seconds
+    until all must have come."""
     if target.nodes == 1:
         return [skip("peers", "one server")]
     own = {
@@ -75,7 +75,8 @@ def _host(
                     theirs = _read(connection)
                     rank = int(theirs["rank"])
                     if rank in met or not 0 < rank < target.nodes:
-                        text = f"two nodes say that they are node {rank}: {met[rank][1]['address'] if rank in met else address} and {peer}"
+                        other = met[rank][1]["address"] if rank in met else address
+                        text = f"two nodes say that they are node {rank}: {other} and {peer}"
                         problems.append(text)
                         _write(connection, {"results": [_as_json(_twice(text))], "everyone": []})
                         continue
@@ -225,7 +226,8 @@ def _pings(host: Host, target: Target, everyone: Sequence[Sequence[str]]) -> lis
                 name,
                 "; ".join(lost[:4]) + (" ..." if len(lost) > 4 else ""),
                 "no loss",
-                "same VLAN and MTU on the switch ports of all NPUs; A3: servers of one superpod (hccn_tool -i N -ping -g address IP)",
+                "same VLAN and MTU on the switch ports of all NPUs; A3: servers of one superpod (hccn_tool -i N "
+                "-ping -g address IP)",
             )
         ]
     return [good(name, f"{len(wanted)} ways, no loss")]

@@ -106,7 +106,7 @@ class Groups:
 
 
 def blocks_per_request(caches: Caches, length: int, in_flight: int) -> int:
-    """Blocks of the shared pool that one request of ``length`` tokens needs at most; ``in_flight``: tokens of a step."""
+    """Blocks of the pool that one request of ``length`` tokens needs at most; ``in_flight``: tokens of a step."""
     groups, size = caches.groups, caches.block_size
     window = -(-min(caches.sliding_window - 1 + in_flight, length) // size) + 1
     return groups.compressed * -(-length // size) + groups.window * window + groups.ring

@@ -105,8 +105,8 @@ def _up(value: int, unit: int) -> int:
 
 
 def capture_sizes(max_num_seqs: int, draft_tokens: int) -> list[int]:
-    """Sizes of decode graphs in tokens, by the defaults of vLLM 0.30.0 and vllm-ascend: up to 512, each a whole number of
-    requests with their drafts."""
+    """Sizes of decode graphs in tokens, by the defaults of vLLM 0.30.0 and vllm-ascend: up to 512, each a whole number
+    of requests with their drafts."""
     per_request = 1 + draft_tokens
     largest = min(max_num_seqs * per_request, 512)
     plain = [1, 2, 4, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]

@@ -15,7 +15,7 @@ from ...quant.checkpoint import open_checkpoint
 from ...quant.inventory import Weights
 from ...quant.rotation import FILE as ROTATION_FILE
 from ...quant.rotation import read_block
-from ..recipe import Recipe
+from ..recipe import Recipe, RecipeError
 from . import device as devices
 from .activations import Activations, activations
 from .cache import Caches, Groups, blocks_per_request
@@ -124,17 +124,18 @@ class _Planner:
         self.expert = bool(place.expert_parallel.value)
         self.text = model.config["text_config"]
         self.draft = recipe.draft_tokens
-        self.longest = int(recipe.flag("max-model-len", self.text["max_position_embeddings"]))
-        self.seqs = int(recipe.flag("max-num-seqs", 256 if recipe.device != "npu" else 32))
-        self.budget = int(recipe.flag("max-num-batched-tokens", 8192))
-        self.share = float(recipe.flag("gpu-memory-utilization", 0.92))
-        self.engram = dict(recipe.flag("engram-config", {}) or {})
+        self.longest = recipe.count("max-model-len", self.text["max_position_embeddings"])
+        self.seqs = recipe.count("max-num-seqs", 256 if recipe.device != "npu" else 32)
+        self.budget = recipe.count("max-num-batched-tokens", 8192)
+        self.share = _share(recipe)
+        self.engram = _object(recipe, "engram-config")
+        self.compilation = _object(recipe, "compilation-config")
         self.offload = bool(self.engram.get("cpu_offload", True))
         self.facts = devices.of(recipe.device)
         self.usable = place.number("device_memory_gib") * GIB - self.facts.reserved
-        block = int(recipe.flag("block-size", 128))
+        block = recipe.count("block-size", 128)
         self.caches = Caches.of(model.config, recipe.device, block, self.draft)
-        self.buffsize = int(recipe.environment["HCCL_BUFFSIZE"].value) if "HCCL_BUFFSIZE" in recipe.environment else 200
+        self.buffsize = recipe.count("HCCL_BUFFSIZE", 200)
         self.problems: list[str] = []
         self.notes: list[str] = []
 
@@ -203,10 +204,9 @@ class _Planner:
         used = sum(part.bytes for part in [*weights, *beside])
         given = self.recipe.flag("kv-cache-memory-bytes")
         if self.recipe.device == "cpu":
-            space = self.recipe.environment.get("VLLM_CPU_KVCACHE_SPACE")
-            pool = int(float(str(space.value)) * GIB) if space else GIB
+            pool = self.recipe.count("VLLM_CPU_KVCACHE_SPACE", 1) * GIB
         elif given:
-            pool = int(given)
+            pool = self.recipe.count("kv-cache-memory-bytes", 0)
         else:
             pool = max(int(self.share * self.usable) - used, 0)
         groups = self.caches.groups
@@ -224,7 +224,8 @@ class _Planner:
         if not self.offload and self.tables and self.recipe.checkpoint == "ascend" and self.recipe.device == "npu":
             freed = (pool + next(part.bytes for part in weights if part.name == "Engram tables")) // groups.block_bytes
             self.notes.append(
-                f"Engram tables in host memory would leave a cache for {freed // self._needed(self.longest)} sequences of "
+                f"Engram tables in host memory would leave a cache for {freed // self._needed(self.longest)} "
+                "sequences of "
                 f"{self.longest} tokens instead of {blocks // self._needed(self.longest)}: --set "
                 '\'engram-config={"cpu_offload":true,"dp_shared_memory":true}\''
             )
@@ -290,8 +291,8 @@ class _Planner:
     def _graphs(self) -> dict[str, Any]:
         if self.recipe.flag("enforce-eager"):
             return {"sizes": [], "why": "--enforce-eager"}
-        mode = (self.recipe.flag("compilation-config") or {}).get("cudagraph_mode", "the platform's default")
-        own = (self.recipe.flag("compilation-config") or {}).get("cudagraph_capture_sizes")
+        mode = self.compilation.get("cudagraph_mode", "the platform's default")
+        own = self.compilation.get("cudagraph_capture_sizes")
         sizes = own or devices.capture_sizes(self.seqs, self.draft)
         wanted = self.seqs * (1 + self.draft)
         if max(sizes) < wanted:
@@ -316,7 +317,8 @@ class _Planner:
         )
         if need > self.buffsize:
             self.problems.append(
-                f"HCCL_BUFFSIZE {self.buffsize}: the exchange of {tokens} tokens a rank among {ranks} asks for {need} MB; "
+                f"HCCL_BUFFSIZE {self.buffsize}: the exchange of {tokens} tokens a rank among {ranks} asks for "
+                f"{need} MB; "
                 f"--set HCCL_BUFFSIZE={-(-need // 64) * 64}"
             )
         return {
@@ -400,20 +402,38 @@ class _Planner:
             )
         if headroom < 0 and not self.problems:
             self.problems.append(
-                f"graphs and context need {-headroom / GIB:.2f} GiB more than --gpu-memory-utilization {self.share:.2f} leaves; "
+                f"graphs and context need {-headroom / GIB:.2f} GiB more than --gpu-memory-utilization "
+                f"{self.share:.2f} leaves; "
                 f"use {max(self.share - (-headroom + GIB) / self.usable, 0.1):.2f}"
             )
         elif self.recipe.flag("kv-cache-memory-bytes") and headroom > 4 * GIB:
-            more = int(self.recipe.flag("kv-cache-memory-bytes")) + (headroom - 2 * GIB) // GIB * GIB
+            more = self.recipe.count("kv-cache-memory-bytes", 0) + (headroom - 2 * GIB) // GIB * GIB
             self.notes.append(
                 f"{headroom / GIB:.1f} GiB stay free; --kv-cache-memory-bytes {more} would hold "
                 f"{more // self.caches.groups.block_bytes // needed} sequences of {length} tokens"
             )
         elif 0 <= headroom < GIB:
             self.notes.append(
-                f"headroom is {headroom / MIB:.0f} MiB: long prefill was seen to become 6 to 7 times slower with so little "
+                f"headroom is {headroom / MIB:.0f} MiB: long prefill was seen to become 6 to 7 times slower with "
+                "so little "
                 "(0.94 utilisation); lower --gpu-memory-utilization"
             )
+
+
+def _share(recipe: Recipe) -> float:
+    """--gpu-memory-utilization. Raises RecipeError."""
+    value = recipe.flag("gpu-memory-utilization", 0.92)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise RecipeError(f"recipe {recipe.name}: gpu-memory-utilization is {value!r}, expected a number up to 1")
+    return float(value)
+
+
+def _object(recipe: Recipe, name: str) -> dict[str, Any]:
+    """A flag that is a JSON object. Raises RecipeError."""
+    value = recipe.flag(name, {})
+    if not isinstance(value, dict):
+        raise RecipeError(f"recipe {recipe.name}: {name} is {value!r}, expected a JSON object")
+    return value
 
 
 def _largest(good: Any, most: int) -> int:

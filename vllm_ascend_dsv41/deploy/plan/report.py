@@ -39,7 +39,8 @@ def text(plan: MemoryPlan) -> str:
     lines += [f"PROBLEM: {problem}" for problem in plan.problems]
     lines.append("fits" if plan.fits else "does not fit")
     lines.append(
-        "computed: from tensor shapes and vLLM's arithmetic; estimated: the basis stands beside it. Nothing was measured on an NPU."
+        "computed: from tensor shapes and vLLM's arithmetic; estimated: the basis stands beside it. Nothing was "
+        "measured on an NPU."
     )
     return "\n".join(lines)
 
@@ -85,7 +86,7 @@ def chart(plan: MemoryPlan, path: Path) -> None:
     ):
         left = 0.0
         shown = [part for part in parts if part.bytes > 0]
-        colours = pyplot.get_cmap("tab20").colors
+        colours = list(map(pyplot.get_cmap("tab20"), range(20)))
         for number, part in enumerate(shown):
             width = part.bytes / GIB
             empty = part.name == "headroom"

@@ -30,7 +30,8 @@ def start_rank(host: Host, target: Target) -> Result:
             name,
             f"--data-parallel-start-rank {found} without --headless",
             "no start rank on the node that answers requests, not even 0",
-            "leave it out on node 0: with it vLLM ends with 'Remote engine must not use --headless' (vllm-ascend#16204)",
+            "leave it out on node 0: with it vLLM ends with 'Remote engine must not use --headless' "
+            "(vllm-ascend#16204)",
         )
     if headless and found is None:
         return bad(
@@ -155,8 +156,10 @@ def engram_options(host: Host, target: Target) -> Result:
         return bad(
             name,
             f"--additional-config with {', '.join(old)}",
-            "--engram-config: these keys are of images of September 2026; later ones refuse them or leave tables in device memory",
-            '--engram-config \'{"cpu_offload":true,"dp_shared_memory":true}\', or {"cpu_offload":false} for device memory',
+            "--engram-config: these keys are of images of September 2026; later ones refuse them or leave tables "
+            "in device memory",
+            '--engram-config \'{"cpu_offload":true,"dp_shared_memory":true}\', or {"cpu_offload":false} for '
+            "device memory",
         )
     unknown = [key for key in engram if key not in ENGRAM_KEYS]
     if unknown:
@@ -207,7 +210,8 @@ def cpu_binding(host: Host, target: Target) -> Result:
         return warn(
             name,
             "enable_cpu_binding with Engram tables in host memory",
-            "one of them: binding migrates pages of registered memory, the start takes minutes or hangs (vllm-ascend#17286, #17348)",
+            "one of them: binding migrates pages of registered memory, the start takes minutes or hangs "
+            "(vllm-ascend#17286, #17348)",
             "set enable_cpu_binding to false",
         )
     return good(name, "no conflict with tables in host memory")
@@ -311,7 +315,8 @@ def access(host: Host, target: Target) -> Result:
             name,
             f"--host {where} without an API key",
             "127.0.0.1, or an address and a key",
-            "export VLLM_API_KEY=..., or --host 127.0.0.1 behind a proxy; a key guards /v1 only, so let a proxy pass nothing else",
+            "export VLLM_API_KEY=..., or --host 127.0.0.1 behind a proxy; a key guards /v1 only, so let a proxy "
+            "pass nothing else",
         )
     return good(name, f"{where}, {'with' if keyed else 'no'} API key")
 

@@ -73,7 +73,8 @@ def device_files(host: Host, target: Target) -> Result:
         return bad(
             name,
             f"{len(there)} of /dev/davinci0 to {wanted - 1}: {there}",
-            f"{wanted}: {target.number('data-parallel-size-local', 1)} replicas of {target.number('tensor-parallel-size', 1)}",
+            f"{wanted}: {target.number('data-parallel-size-local', 1)} replicas of "
+            f"{target.number('tensor-parallel-size', 1)}",
             f"start the container with --device /dev/davinciN for N from 0 to {wanted - 1} (docker/)",
         )
     missing = [entry for entry in ("davinci_manager", "devmm_svm", "hisi_hdc") if entry not in host.names("/dev")]
@@ -156,9 +157,11 @@ def busy(host: Host, target: Target) -> Result:
         owners = sorted({match[3] for line in text.splitlines() if (match := _PROCESS.match(line))})
         return bad(
             name,
-            f"{', '.join(held[:4])}{' ...' if len(held) > 4 else ''}; processes {', '.join(owners) or '(none shown: another container, or killed)'}",
+            f"{', '.join(held[:4])}{' ...' if len(held) > 4 else ''}; processes "
+            f"{', '.join(owners) or '(none shown: another container, or killed)'}",
             f"less than {IDLE_MB} MB used on each die",
-            "end the old server on the host (npu-smi info shows the processes); after kill -9 it can take a minute, or a reset of the NPU",
+            "end the old server on the host (npu-smi info shows the processes); after kill -9 it can take a "
+            "minute, or a reset of the NPU",
         )
     return good(name, f"all dies below {IDLE_MB} MB")
 

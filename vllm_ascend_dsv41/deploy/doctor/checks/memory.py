@@ -85,8 +85,10 @@ def host_memory(host: Host, target: Target) -> Result:
         return bad(
             name,
             f"{least / GIB:.0f} GiB ({what})",
-            f"{needed / GIB:.0f} GiB: {', '.join(f'{part.name} {part.bytes / GIB:.0f}' for part in found.host if part.name != 'reserve')}",
-            "share one copy of the tables (dp_shared_memory), keep them in device memory (cpu_offload false), end other processes, or raise the container's limit (docker run --memory)",
+            f"{needed / GIB:.0f} GiB: "
+            f"{', '.join(f'{part.name} {part.bytes / GIB:.0f}' for part in found.host if part.name != 'reserve')}",
+            "share one copy of the tables (dp_shared_memory), keep them in device memory (cpu_offload false), "
+            "end other processes, or raise the container's limit (docker run --memory)",
         )
     return good(name, f"{needed / GIB:.0f} of {least / GIB:.0f} GiB ({what})")
 
@@ -128,7 +130,8 @@ def shared_memory(host: Host, target: Target) -> Result:
             name,
             f"/dev/shm: {free / GIB:.2f} of {size / GIB:.2f} GiB free",
             f"{need / GIB:.2f} GiB and more",
-            "docker run --shm-size=512g; in Kubernetes an emptyDir with medium Memory: too small, ranks hang or RPC calls time out",
+            "docker run --shm-size=512g; in Kubernetes an emptyDir with medium Memory: too small, ranks hang or "
+            "RPC calls time out",
         )
     if target.on_npu and size < SHM_GOOD:
         return warn(

@@ -178,7 +178,7 @@ def healthy(recipe: str = "a3x2", rank: int = 0) -> Recorded:
         "/sys/class/net/enp189s0f0/operstate": "up\n",
         "/usr/local/Ascend/driver/version.info": "Version=26.0.rc1\nascendhal_version=7.35.23\n"
         "compatible_version_fw=[7.0.0,8.9.9]\npackage_version=26.0.rc1\n",
-        "/usr/local/Ascend/firmware/version.info": "Version=8.5.0.2.220\nfirmware_version=8.5.0\npackage_version=26.0.rc1\n",
+        "/usr/local/Ascend/firmware/version.info": "Version=8.5.0.2.220\nfirmware_version=1.0\npackage_version=26.0.rc1\n",
         "/usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info": "package_name=Ascend-cann-toolkit\nversion=9.2.0\n"
         "arch=aarch64\nos=linux\npath=/usr/local/Ascend/cann-9.2.0/aarch64-linux\n",
         **{f"/proc/svm/dev{n}/feature/host_mem_pool": "1\n" if a3 else "0\n" for n in range(16 if a3 else 8)},

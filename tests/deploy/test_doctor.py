@@ -221,7 +221,7 @@ FAULTS = [
         Status.FAIL,
         "device 3 not UP: link status: DOWN",
         "check cable",
-        machine(hccn_says("link", 3, "link status: DOWN\n")),
+        machine(hccn_says("link", 3, "link status: DOWN\n", a3=False), recipe="a2x4"),
     ),
     (
         "7",
@@ -229,12 +229,12 @@ FAULTS = [
         Status.FAIL,
         "device 5: Fault",
         "gateway",
-        machine(hccn_says("net_health", 5, "net health status: Fault\n")),
+        machine(hccn_says("net_health", 5, "net health status: Fault\n", a3=False), recipe="a2x4"),
     ),
     (
         "7",
         "npu-net-health",
-        Status.FAIL,
+        Status.WARN,
         "device 0: Receive timeout",
         "probe address",
         machine(hccn_says("net_health", 0, "net health status: Receive timeout\n")),
@@ -492,11 +492,13 @@ FAULTS = [
     (
         "21",
         "driver",
-        Status.FAIL,
+        Status.WARN,
         "firmware 6.4.0",
         "firmware of the same HDK",
         machine(
-            lambda node: node.files.__setitem__("/usr/local/Ascend/firmware/version.info", "firmware_version=6.4.0\n")
+            lambda node: node.files.__setitem__(
+                "/usr/local/Ascend/firmware/version.info", "Version=6.4.0.1.220\nfirmware_version=1.0\n"
+            )
         ),
     ),
     (

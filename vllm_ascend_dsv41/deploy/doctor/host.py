@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-TOOL_TIMEOUT_S = 5.0
+TOOL_TIMEOUT_S = 4.0
+PING_TIMEOUT_S = 30.0  # hccn_tool itself asks up to a minute, and a shorter wait would take a slow answer for none
 #: Where tools lie that are not on PATH in every container.
 TOOLS = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool", "npu-smi": "/usr/local/bin/npu-smi"}
 
@@ -96,7 +97,7 @@ class Machine:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                timeout=TOOL_TIMEOUT_S,
+                timeout=PING_TIMEOUT_S if any(word.endswith("ping") for word in command) else TOOL_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:

@@ -85,7 +85,7 @@ def device_files(host: Host, target: Target) -> Result:
             "davinci_manager, devmm_svm, hisi_hdc",
             "start the container with --device for each",
         )
-    if target.recipe is not None and "A3" in target.recipe.hardware:
+    if _a3(target):
         halves = [n for n in there if n ^ 1 not in there]
         if halves:
             return bad(
@@ -188,6 +188,15 @@ def _asked(name: str, question: str, host: Host, target: Target) -> tuple[list[s
     return [answer.text if answer is not None and answer.status is not None else "" for answer in answers], None
 
 
+def _fault(target: Target) -> Callable[[str, str, str, str], Result]:
+    """What a NIC of the NPUs that is down means: the end on A2; A3 servers of one superpod do not need it."""
+    return warn if _a3(target) else bad
+
+
+def _a3(target: Target) -> bool:
+    return target.recipe is not None and "A3" in target.recipe.hardware
+
+
 def link(host: Host, target: Target) -> Result:
     """Network ports of the NPUs."""
     name = "npu-link"
@@ -196,7 +205,7 @@ def link(host: Host, target: Target) -> Result:
         return instead
     down = [n for n, text in enumerate(answers) if "link status: UP" not in text]
     if down:
-        return bad(
+        return _fault(target)(
             name,
             f"device {', '.join(map(str, down))} not UP: {' '.join(answers[down[0]].split()) or 'no answer'}",
             "link status: UP",
@@ -217,7 +226,7 @@ def net_health(host: Host, target: Target) -> Result:
     ]
     ill = [f"device {n}: {state}" for n, state in enumerate(states) if state not in ("Success", "Init")]
     if ill:
-        return bad(
+        return _fault(target)(
             name,
             ", ".join(ill),
             "Success",
@@ -256,7 +265,7 @@ def tls_switches(answers: list[str]) -> list[int | None]:
 def address(host: Host, target: Target) -> Result:
     """Every NPU needs an IPv4 address of its own for RoCE (A2) or the superpod's (A3)."""
     name = "npu-address"
-    question = "vnic" if target.recipe is not None and "A3" in target.recipe.hardware else "ip"
+    question = "vnic" if _a3(target) else "ip"
     answers, instead = _asked(name, question, host, target)
     if instead:
         return instead
@@ -282,7 +291,7 @@ def addresses(answers: list[str]) -> list[str | None]:
 def superpod(host: Host, target: Target) -> Result:
     """A3 servers must be of one superpod; which one, ``compare`` compares."""
     name = "superpod"
-    if target.recipe is None or "A3" not in target.recipe.hardware or target.nodes == 1 or not target.on_npu:
+    if not _a3(target) or target.nodes == 1 or not target.on_npu:
         return skip(name, "only between A3 servers")
     output = host.run("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0")
     match = re.search(r"Super Pod ID\s*:\s*(\d+)", output.text) if output else None

@@ -73,9 +73,9 @@ def driver(host: Host, target: Target) -> Result:
         )
     firmware = key_values(host.text(FIRMWARE) or "")
     allowed = re.search(r"\[([\d.]+),([\d.]+)\]", key_values(host.text(DRIVER) or "").get("compatible_version_fw", ""))
-    own = firmware.get("firmware_version") or firmware.get("Version")
+    own = firmware.get("Version")
     if allowed and own and not _between(own, allowed[1], allowed[2]):
-        return bad(
+        return warn(
             name,
             f"firmware {own} with driver {found}",
             f"firmware {allowed[1]} to {allowed[2]}",

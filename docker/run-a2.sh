@@ -11,7 +11,7 @@ MODEL_ROOT="${MODEL_ROOT:-/data/weights}"
 NAME="${NAME:-deepseek-v41}"
 
 COMMAND=(
-    docker run --rm -it
+    docker run --rm
     --name "$NAME"
     --net=host
     --shm-size=512g
@@ -37,10 +37,18 @@ COMMAND=(
     -v /etc/hccn.conf:/etc/hccn.conf
     -v "$MODEL_ROOT:$MODEL_ROOT"
 )
-# handed on where they are set, by name: their values do not show in the list of processes
-for name in NODE_RANK NODE0_IP LOCAL_IP NIC_NAME MODEL_PATH HOST PORT VLLM_API_KEY SKIP_DOCTOR DOCTOR_OPTIONS; do
-    [[ -z ${!name:-} ]] || COMMAND+=(-e "$name")
-done
+if [[ -t 0 ]]; then
+    COMMAND+=(-it)
+fi
+# what is set for the server is handed on by name: values do not show in the list of processes
+while read -r name; do
+    case $name in
+        NODE_RANK | NODE0_IP | LOCAL_IP | NIC_NAME | MODEL_PATH | SKIP_DOCTOR | DOCTOR_OPTIONS | \
+            DSV41_* | VLLM_* | HCCL_* | ASCEND_RT_* | GLOO_* | TP_* | PYTORCH_* | TASK_QUEUE_ENABLE | OMP_*)
+            COMMAND+=(-e "$name")
+            ;;
+    esac
+done < <(compgen -e)
 if (($# == 0)); then
     set -- bash
 fi

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Two Atlas 800 A3 servers with Ray: DeepSeek-V4.1-Flash, DP4/TP8/EP32. Never run: `scripts/serve-a3x2.sh` is the way that was.
+# Two Atlas 800 A3 servers with Ray: DeepSeek-V4.1-Flash, DP4/TP8/EP32. Never run on a cluster.
+# `scripts/serve-a3x2.sh` is the way with a doctor before and a watch behind.
 # Written for vllm 0.30.0, vllm-ascend 0.30.0rc2, torch 2.10.0, torch-npu 2.10.0.post4, CANN 9.2.
 # Made from vllm_ascend_dsv41/deploy/recipes/a3x2.yaml by `python -m vllm_ascend_dsv41.deploy.render`: change that.
 #
 # Run it on all 2 servers, node 0 first: node 0 starts the server when all have come. Settings below, or in the
-# environment. DRY_RUN=1 prints command and environment. Between the servers Ray's ports must be open to them alone.
+# environment. `ray stop` on every server ends it. DRY_RUN=1 prints command and environment. Between the servers Ray's ports must be open to them alone.
 set -euo pipefail
 
 NODE_RANK="${NODE_RANK:-<NODE_RANK>}"                      # this server: 0 to 1
@@ -12,8 +13,8 @@ NODE0_IP="${NODE0_IP:-<NODE0_IP>}"                         # address of node 0 o
 LOCAL_IP="${LOCAL_IP:-<LOCAL_IP>}"                         # address of this server on that network
 NIC_NAME="${NIC_NAME:-<NETWORK_INTERFACE>}"                # interface that has LOCAL_IP
 MODEL_PATH="${MODEL_PATH:-<YOUR_MODEL_PATH>}"              # directory that `dsv41 quantize` wrote, the same on all servers
-HOST="${HOST:-127.0.0.1}"                                  # 0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too
-PORT="${PORT:-8000}"                                       # of the API on node 0
+DSV41_HOST="${DSV41_HOST:-127.0.0.1}"                      # 0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too
+DSV41_PORT="${DSV41_PORT:-8000}"                           # of the API on node 0
 RAY_PORT="${RAY_PORT:-6379}"
 
 require() {
@@ -28,6 +29,11 @@ require LOCAL_IP
 require NIC_NAME
 require MODEL_PATH
 
+if ! [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] || ((NODE_RANK > 1)); then
+    echo "$(basename "$0"): NODE_RANK is '$NODE_RANK': there are nodes 0 to 1" >&2
+    exit 2
+fi
+
 export VLLM_ENGINE_READY_TIMEOUT_S="${VLLM_ENGINE_READY_TIMEOUT_S:-3600}"
 export VLLM_USE_V2_MODEL_RUNNER="${VLLM_USE_V2_MODEL_RUNNER:-0}"
 export VLLM_PLUGINS="${VLLM_PLUGINS:-dsv41,ascend_kv_connector,ascend_model_loader,ascend_service_profiling}"
@@ -40,11 +46,16 @@ export HCCL_IF_IP="$LOCAL_IP"
 export HCCL_SOCKET_IFNAME="$NIC_NAME"
 export ASCEND_RT_VISIBLE_DEVICES="${ASCEND_RT_VISIBLE_DEVICES:-0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15}"
 export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
+for library in /usr/lib/aarch64-linux-gnu/libjemalloc.so.2 /usr/lib/x86_64-linux-gnu/libjemalloc.so.2 /usr/lib64/libjemalloc.so.2; do
+    if [[ -f $library && ${LD_PRELOAD:-} != *jemalloc* ]]; then
+        export LD_PRELOAD="$library${LD_PRELOAD:+:$LD_PRELOAD}"
+    fi
+done
 
 COMMAND=(
     dsv41 serve "$MODEL_PATH"
-    --host "$HOST"
-    --port "$PORT"
+    --host "$DSV41_HOST"
+    --port "$DSV41_PORT"
     --data-parallel-address "$NODE0_IP"
     --data-parallel-rpc-port 13399
     --data-parallel-size 4

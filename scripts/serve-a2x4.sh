@@ -13,8 +13,8 @@ NODE0_IP="${NODE0_IP:-<NODE0_IP>}"                         # address of node 0 o
 LOCAL_IP="${LOCAL_IP:-<LOCAL_IP>}"                         # address of this server on that network
 NIC_NAME="${NIC_NAME:-<NETWORK_INTERFACE>}"                # interface that has LOCAL_IP
 MODEL_PATH="${MODEL_PATH:-<YOUR_MODEL_PATH>}"              # directory that `dsv41 quantize` wrote, the same on all servers
-HOST="${HOST:-127.0.0.1}"                                  # 0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too
-PORT="${PORT:-8000}"                                       # of the API on node 0
+DSV41_HOST="${DSV41_HOST:-127.0.0.1}"                      # 0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too
+DSV41_PORT="${DSV41_PORT:-8000}"                           # of the API on node 0
 
 require() {
     if [[ -z ${!1} || ${!1} == *'<'* ]]; then
@@ -27,7 +27,7 @@ require NODE0_IP
 require LOCAL_IP
 require NIC_NAME
 require MODEL_PATH
-if ! [[ $NODE_RANK =~ ^[0-9]+$ ]] || ((NODE_RANK > 3)); then
+if ! [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] || ((NODE_RANK > 3)); then
     echo "$(basename "$0"): NODE_RANK is '$NODE_RANK': there are nodes 0 to 3" >&2
     exit 2
 fi
@@ -55,9 +55,9 @@ fi
 
 COMMAND=(
     dsv41 serve "$MODEL_PATH"
-    --host "$HOST"
-    --port "$PORT"
-    "${NODE_OPTIONS[@]}"
+    --host "$DSV41_HOST"
+    --port "$DSV41_PORT"
+    ${NODE_OPTIONS[@]+"${NODE_OPTIONS[@]}"}
     --data-parallel-address "$NODE0_IP"
     --data-parallel-rpc-port 13399
     --data-parallel-size 4
@@ -94,7 +94,7 @@ fi
 if [[ ${SKIP_DOCTOR:-0} == 0 ]]; then
     read -ra options <<<"${DOCTOR_OPTIONS---peers}"
     dsv41 doctor a2x4 --node-rank "$NODE_RANK" --node0-ip "$NODE0_IP" --local-ip "$LOCAL_IP" --nic "$NIC_NAME" \
-        "${options[@]}" -- "${COMMAND[@]}" || {
+        ${options[@]+"${options[@]}"} -- "${COMMAND[@]}" || {
         echo "$(basename "$0"): not started; SKIP_DOCTOR=1 starts all the same" >&2
         exit 1
     }

@@ -9,8 +9,8 @@
 set -euo pipefail
 
 MODEL_PATH="${MODEL_PATH:-<YOUR_MODEL_PATH>}"              # directory that `dsv41 quantize` wrote, the same on all servers
-HOST="${HOST:-127.0.0.1}"                                  # 0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too
-PORT="${PORT:-8000}"                                       # of the API on node 0
+DSV41_HOST="${DSV41_HOST:-127.0.0.1}"                      # 0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too
+DSV41_PORT="${DSV41_PORT:-8000}"                           # of the API on node 0
 
 require() {
     if [[ -z ${!1} || ${!1} == *'<'* ]]; then
@@ -33,8 +33,8 @@ done
 
 COMMAND=(
     dsv41 serve "$MODEL_PATH"
-    --host "$HOST"
-    --port "$PORT"
+    --host "$DSV41_HOST"
+    --port "$DSV41_PORT"
     --data-parallel-size 2
     --data-parallel-size-local 2
     --tensor-parallel-size 8
@@ -70,7 +70,7 @@ if [[ ${DRY_RUN:-0} != 0 ]]; then
 fi
 if [[ ${SKIP_DOCTOR:-0} == 0 ]]; then
     read -ra options <<<"${DOCTOR_OPTIONS-}"
-    dsv41 doctor a3x1-offload "${options[@]}" -- "${COMMAND[@]}" || {
+    dsv41 doctor a3x1-offload ${options[@]+"${options[@]}"} -- "${COMMAND[@]}" || {
         echo "$(basename "$0"): not started; SKIP_DOCTOR=1 starts all the same" >&2
         exit 1
     }

@@ -732,6 +732,58 @@ def test_npu_smi_that_answers_with_an_error():
     assert "no answer" in found["npu-link"].found
 
 
+def test_a_card_that_has_dropped_off():
+    node = healthy()
+    lines = npu_smi(True).splitlines()
+    kept = [line for line in lines if not line.startswith("| 3 ") and ":8" not in line[:40]]
+    node.tools["npu-smi"] = lambda *words: Output(
+        "\tSuper Pod ID : 3\n" if "spod-info" in words else "\n".join(kept), 0
+    )
+    found = {r.check: r for r in examine(node, launched())}
+    assert found["npu-health"].status is Status.FAIL
+    assert "dropped off" in found["npu-health"].remedy
+
+
+def test_a_server_without_iproute2():
+    node = healthy(rank=1)
+    del node.tools["ip"]
+    found = {r.check: r for r in examine(node, launched(rank=1))}
+    assert found["interface"].status is found["route"].status is Status.SKIP
+
+
+def test_devices_are_called_by_their_numbers():
+    node = healthy("a2x4")
+    node.tools["hccn_tool"] = hccn(False, 1, {(6, "link"): "link status: DOWN\n"})
+    target = launched("a2x4", ASCEND_RT_VISIBLE_DEVICES="4,5,6,7")
+    found = {r.check: r for r in examine(node, target)}
+    assert found["npu-link"].found.startswith("device 6 not UP")
+
+
+def test_secrets_are_not_told():
+    words = [
+        *command(launched().recipe, launched().node, "/m").arguments,
+        "--api-key",
+        "sk-secret",
+        "--hf-token",
+        "hf_secret",
+    ]
+    target = launched(
+        given=["dsv41", "serve", *words], VLLM_API_KEY="secret<x>", HCCL_PASSWD="secret", VLLM_PROXY="http://u:secret@h"
+    )
+    told = json.dumps([r.as_json() for r in examine(healthy(), target)]) + json.dumps(facts(healthy(), target))
+    assert "secret" not in told
+    assert "--api-key ***" in told
+
+
+def test_an_answer_that_no_check_expects():
+    node = healthy("a3x1-offload")
+    node.files["/proc/self/status"] = "CapEff:\tzz\n"
+    found = {r.check: r for r in examine(node, launched("a3x1-offload"))}
+    assert found["host-registration"].status is Status.FAIL
+    assert "this check failed itself: ValueError" in found["host-registration"].found
+    assert found["shm"].status is Status.PASS
+
+
 def test_npu_smi_26():
     """Wider columns, and one more for processes."""
     wide = (
@@ -831,7 +883,12 @@ def test_the_command(converted, tmp_path, capsys, monkeypatch):
         reports.append(str(tmp_path / f"{number}.json"))
         Path(reports[-1]).write_text(report)
     assert main(["doctor", "compare", *reports]) == 0
-    assert "6 PASS" in capsys.readouterr().out or True
+    assert "7 PASS, 0 WARN, 0 FAIL" in capsys.readouterr().out
+    broken = json.loads(Path(reports[1]).read_text())
+    for changed in ({"fingerprint": {}}, {"fingerprint": {**broken["fingerprint"], "options": None}}):
+        (tmp_path / "broken.json").write_text(json.dumps({**broken, **changed}))
+        assert main(["doctor", "compare", reports[0], str(tmp_path / "broken.json")]) == 1
+        assert "no report of" in capsys.readouterr().err
     damaged = json.loads(Path(reports[1]).read_text())
     damaged["fingerprint"]["options"]["max-num-seqs"] = "5"
     Path(reports[1]).write_text(json.dumps(damaged))

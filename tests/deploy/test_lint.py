@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_the_older_form_is_flagged(capsys):
 
 def test_arrays_conditions_and_redirections():
     script = (HERE / "arrays.sh").read_text()
-    words, environment, _ = commands(script, 3)
+    ((words, environment),) = commands(script, 3)
     options = parse_options(words[words.index("serve") + 1 :])
     assert options["model"] == "/data/weights"
     assert options["headless"] is True
@@ -80,6 +81,12 @@ def test_arrays_conditions_and_redirections():
         ("a &> 'my file'; b", "a ; b"),
         ('a >> "$LOG"; b', "a ; b"),
         ("a | tee log; b", "a ; b"),
+        ("a || b", "a || b"),
+        ("a < file", "a "),
+        ("x=$(</etc/hostname)", "x=$()"),
+        ("a > log_$(date +%F).log", "a "),
+        ('a > "$D"/x.log; b', "a ; b"),
+        ("exec > >(tee -a log) 2>&1", "exec  "),
         ("((N > 0)) && [[ a > b ]]", "((N > 0)) && [[ a > b ]]"),
         ("x='a > b' y=\"c > d\" # e > f", "x='a > b' y=\"c > d\" # e > f"),
         ("echo 12>f", "echo 12"),
@@ -91,6 +98,43 @@ def test_output_is_taken_out(given, kept):
     assert without_output(given) == kept
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "numactl -C 0-7 vllm serve /m --seed 1",
+        "sudo -E timeout 10 /usr/local/bin/vllm serve /m --seed 1",
+        "bash -c 'vllm serve /m --seed 1'",
+        "if true; then vllm serve /m --seed 1; exit 0; fi; vllm serve /other",
+        "vllm serve /m --seed 1 2>&1 | grep -v INFO",
+        "set -u; echo $LD_LIBRARY_PATH; vllm serve /m --seed 1",
+        "E=$(cat <<'EOF'\n1\nEOF\n); vllm serve /m --seed \"$E\"",
+        "for i in $(seq 1 1); do vllm serve /m --seed $i; done",
+        "vllm serve /m \\\r\n  --seed 1\r\n",
+        'NODE_RANK="${NODE_RANK:?set it first}"\nvllm serve /m --seed $((NODE_RANK + 1))',
+        "command vllm serve /m --seed 1 &",
+    ],
+)
+def test_as_people_start_servers(line):
+    ((words, _),) = commands(line, 0)
+    assert words == ["vllm", "serve", "/m", "--seed", "1"]
+
+
+def test_every_command_of_a_script_is_looked_at(tmp_path):
+    path = tmp_path / "s.sh"
+    path.write_text("vllm serve /a --trust-remote-code > a.log &\nvllm serve /b\n")
+    assert states(path)["remote-code"] is Status.WARN
+    ((_, environment),) = commands("export VLLM_X=$'a\\tb'\nvllm serve m", 0)
+    assert environment["VLLM_X"] == "a\tb"
+
+
+def test_nothing_is_left_running(tmp_path, monkeypatch):
+    path = tmp_path / "s.sh"
+    path.write_text("marker=dsv41_left_running\n(while true; do :; done) &\nvllm serve /m\n")
+    monkeypatch.setattr(sys.modules[lint.__module__], "TIMEOUT_S", 1)
+    assert Status.FAIL not in states(path).values()
+    assert "dsv41_left_running" not in subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=False).stdout
+
+
 def test_nothing_of_a_script_is_done(tmp_path):
     """It is evaluated, not run: no program, no file, no signal."""
     target = tmp_path / "touched"
@@ -100,7 +144,7 @@ def test_nothing_of_a_script_is_done(tmp_path):
         f"set +r\neval 'touch {target}'\necho text > {target}\n. {target}\ncd /\nexit 3\n"
         "python3 -c 'open(1)'\nvllm serve /m --data-parallel-size 1\n"
     )
-    words, _, _ = commands(script.read_text(), 0)
+    ((words, _),) = commands(script.read_text(), 0)
     assert words == ["vllm", "serve", "/m", "--data-parallel-size", "1"]
     assert not target.exists()
     assert list(tmp_path.iterdir()) == [script]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -115,6 +116,28 @@ def test_ports_that_are_taken_and_strangers():
         second = pool.submit(together, "a3x2", target("a3x2", 1, port))
         assert first.result()[0]["peers"].status is Status.PASS
         assert second.result()[0]["peers"].status is Status.PASS
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b'{"rank":1,"local_ip":"127.0.0.1","port":1}\n',
+        b"[" * 100000 + b"\n",
+        b'{"rank":1,"local_ip":"127.0.0.1","port":70000,"failures":[],"facts":[],"devices":{}}\n',
+    ],
+)
+def test_a_node_that_speaks_nonsense(message):
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(together, "a3x2", target("a3x2", 0, port), wait=3.0)
+        for _ in range(200):
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(message)
+                break
+            except OSError:
+                time.sleep(0.01)
+        assert "node 1 did not come" in first.result()[0]["peers"].found
 
 
 def test_an_address_that_is_not_this_nodes():

@@ -197,7 +197,11 @@ def test_every_parameter_is_on_the_ranks_once():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["max-num-seqs=128"], "HCCL_BUFFSIZE 256: the exchange of 96 tokens"),
+        (["max-num-seqs=128"], "HCCL_BUFFSIZE 256: the exchange of 64 tokens"),
+        (["tensor_parallel_size=7"], "tensor_parallel_size 7 does not divide num_attention_heads = 64"),
+        (["max-model-len=2M"], "the model ends at 1048576 positions"),
+        (['speculative-config={"method":"dspark","num_speculative_tokens":4}'], "drafts come in blocks of 5"),
+        (['engram-config={"cpu_offload":true,"embedding_across_dp":true}'], "not there on NPUs"),
         (["gpu-memory-utilization=0.99"], "graphs and context need"),
         (["max-num-batched-tokens=65536"], "move the Engram tables to host memory"),
         (["gpu-memory-utilization=0.80"], "--max-model-len"),
@@ -221,6 +225,36 @@ def test_the_proposed_length_fits_and_the_next_does_not():
     assert not plan(load("a3x2", [*settings, f"max-model-len={length + 128}"])).fits
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "block-size=0",
+        "block-size=3",
+        "max-num-seqs=0",
+        "max-model-len=none",
+        "gpu-memory-utilization=2",
+        "engram-config=3",
+        'compilation-config={"cudagraph_capture_sizes":["a"]}',
+        'speculative-config={"num_speculative_tokens":-5}',
+        "speculative-config=foo",
+        "data-parallel-start-rank=0",
+    ],
+)
+def test_nonsense_is_refused(setting, capsys):
+    assert main(["plan", "a3x2", "--set", setting]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("dsv41: error: ")
+    assert setting.partition("=")[0].split("-")[0] in error
+
+
+def test_larger_graphs_are_planned():
+    settings = ["max-num-seqs=128", "max-cudagraph-capture-size=768", "HCCL_BUFFSIZE=832"]
+    found = plan(load("a3x2", settings))
+    assert found.fits
+    assert found.graphs["sizes"][-1] == 768
+    assert not [note for note in found.notes if "run eagerly" in note]
+
+
 def test_offload_makes_room():
     there, moved = (
         plan(load("a3x2")),
@@ -241,6 +275,9 @@ def test_chart_and_json(tmp_path, capsys):
 
 
 def test_bad_use(capsys, tmp_path):
+    for picture in (tmp_path / "no" / "plan.png", tmp_path / "plan.xyz"):
+        assert main(["plan", "cpu-demo", "--plot", str(picture)]) == 1
+        assert f"--plot {picture}: expected NAME.png" in capsys.readouterr().err
     assert main(["plan", "a3"]) == 1
     assert "did you mean a3x2?" in capsys.readouterr().err
     assert main(["plan", "a3x2", "--model", str(tmp_path)]) == 1

@@ -136,6 +136,7 @@ def test_serve_from_the_recipe_is_the_script(name, rank, capsys, monkeypatch):
         ({}, "NODE_RANK is '<NODE_RANK>': set it"),
         ({"NODE_RANK": "0", "NODE0_IP": "<NODE0_IP>"}, "NODE0_IP is '<NODE0_IP>'"),
         ({"NODE_RANK": "2", **NODE, "LOCAL_IP": "10.0.0.2"}, "NODE_RANK is '2': there are nodes 0 to 1"),
+        ({"NODE_RANK": "01", **NODE, "LOCAL_IP": "10.0.0.2"}, "NODE_RANK is '01'"),
         ({"NODE_RANK": "one", **NODE, "LOCAL_IP": "10.0.0.2"}, "NODE_RANK is 'one'"),
         ({"NODE_RANK": "0", **NODE, "LOCAL_IP": "10.0.0.1", "MODEL_PATH": ""}, "MODEL_PATH is '<YOUR_MODEL_PATH>'"),
     ],
@@ -176,9 +177,46 @@ def test_manifests(name):
         assert {m["name"] for m in server["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
         assert subprocess.run(["bash", "-n", "-c", server["args"][0]], check=False).returncode == 0
     leader = template["leaderTemplate"]["spec"]["containers"][0]["env"]
-    assert {"name": "HOST", "value": "0.0.0.0"} in leader  # and with a key, therefore
+    assert {"name": "DSV41_HOST", "value": "0.0.0.0"} in leader  # and with a key, therefore
     assert any(entry["name"] == "VLLM_API_KEY" and "secretKeyRef" in entry["valueFrom"] for entry in leader)
     assert service["spec"]["selector"]["role"] == "leader"
+
+
+def test_secrets_are_not_printed(capsys):
+    words = ["/m", "--api-key", "sk-secret", "--hf-token=hf_secret"]
+    assert main(["serve", "--recipe", "cpu-demo", "--explain", *words]) == 0
+    assert main(["serve", "--recipe", "cpu-demo", "--dry-run", *words]) == 0
+    out = capsys.readouterr().out
+    assert "secret" not in out
+    assert "--api-key ***" in out
+
+
+def test_where_the_api_listens(capsys, monkeypatch):
+    monkeypatch.setenv("DSV41_HOST", "10.9.9.9")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "")
+    assert main(["serve", "--recipe", "cpu-demo", "--dry-run", "/m"]) == 0
+    out = capsys.readouterr().out
+    assert "--host 10.9.9.9" in out
+    assert "VLLM_NO_USAGE_STATS=1" in out
+
+
+def test_a_model_behind_options(capsys, monkeypatch, converted):
+    monkeypatch.setenv("MODEL_PATH", "/elsewhere")
+    checkpoint = str(converted("a", "w8a8"))
+    assert main(["serve", "--recipe", "cpu-demo", "--dry-run", "--seed", "1", checkpoint]) == 0
+    out = capsys.readouterr().out
+    assert f"dsv41 serve {checkpoint} " in out
+    assert "/elsewhere" not in out
+
+
+@pytest.mark.parametrize(
+    "setting", ["HCCL_BUFFSIZE=", "engram-config=", "VLLM_PLUGINS=", "enable-expert-parallel=true"]
+)
+def test_options_can_be_left_out(setting):
+    found = load("a3x2", [setting])
+    name, _, value = setting.partition("=")
+    assert (name not in found.flags and name not in found.environment) or value
+    assert found.topology.expert_parallel.value is True
 
 
 def test_explain(capsys):
@@ -198,6 +236,7 @@ def test_explain(capsys):
         (["--recipe", "a3"], "did you mean a3x2?"),
         (["--recipe"], "--recipe needs a value"),
         (["--recipe", "a3x2", "/m"], "NODE0_IP is ''"),
+        (["--recipe", "a3x2", "/m", "--set", "headless=true"], "headless depends on the node"),
         (["--recipe", "cpu-demo"], "model is ''"),
         (["--recipe", "cpu-demo", "/m", "--set", "nodes=2"], "2 nodes of data_parallel_size_local 1"),
         (["--recipe", "cpu-demo", "/m", "--set", "nodes"], "expected key=value"),
@@ -259,7 +298,7 @@ def test_jemalloc_is_found_where_it_is(tmp_path):
 
 
 def test_options_are_read_as_vllm_reads_them():
-    words = "serve-me -tp 8 --max_num_seqs=4 --headless --no-enable-prefix-caching --a.b.c 1 --a.d x --port 1 --port 2"
+    words = "serve-me -tp 8 --max_num_seqs=4 --headless --no-enable-prefix-caching --a.b.c 1 --a.d x --port 1 --port 2 -dpl=2 -q ascend --a {}"
     assert parse_options(words.split()) == {
         "model": "serve-me",
         "tensor-parallel-size": "8",
@@ -268,6 +307,8 @@ def test_options_are_read_as_vllm_reads_them():
         "enable-prefix-caching": False,
         "a": '{"b": {"c": 1}, "d": "x"}',
         "port": "2",
+        "data-parallel-size-local": "2",
+        "quantization": "ascend",
     }
 
 

@@ -95,6 +95,48 @@ def test_a_node_that_is_silent_counts_as_gone(nodes):
     assert "nothing was heard of it for 1 s" in nodes.log("0")
 
 
+def test_secrets_stay_here(nodes):
+    """The port asks nobody who they are."""
+    nodes.start(0, **{"hf-token": "hf_secret", "api-key": "sk_secret", "seed": "31337"})
+    nodes.says("0", "watching")
+    for hello in (
+        '{"ranks": [1, 1], "common": {}}',
+        '{"ranks": [1, 1], "common": {"options": {}, "versions": {}, "checkpoint": {}}}',
+    ):
+        with socket.create_connection(("127.0.0.1", nodes.port)) as stranger, stranger.makefile("rb") as lines:
+            stranger.sendall(hello.encode() + b"\n")
+            answer = lines.readline().decode()
+            assert "secret" not in answer
+            assert "31337" not in answer
+    assert "secret" not in nodes.log("0")
+    assert nodes.running["0"].poll() is None
+
+
+def test_options_of_the_api_may_differ_and_values_may_be_written_differently(nodes):
+    nodes.start(
+        0,
+        **{
+            "api-server-count": "4",
+            "additional-config": '{"a":1}',
+            "gpu-memory-utilization": "0.9",
+            "tool-call-parser": "x",
+        },
+    )
+    nodes.says("0", "watching")
+    nodes.start(1, **{"additional-config": '{"a": 1}', "gpu-memory-utilization": "0.90"})
+    nodes.says("0", "has joined")
+
+
+def test_a_port_that_accepts_and_says_nothing_is_waited_for(nodes):
+    """Node 0 may still be in its doctor."""
+    with socket.create_server(("127.0.0.1", nodes.port)):
+        nodes.start(1, silence=0.5)
+        time.sleep(4)
+    nodes.start(0)
+    nodes.says("0", "has joined")
+    assert nodes.running["1"].poll() is None
+
+
 def test_nodes_may_come_in_any_order(nodes):
     nodes.start(2)
     nodes.says("2", "waiting for node 0")
@@ -108,14 +150,14 @@ def test_other_options_are_refused(nodes):
     together(nodes)
     wrong = nodes.start(2, **{"max-num-seqs": "8"})
     assert wrong.wait(20) != 0
-    assert "max-num-seqs: 4 / 8" in nodes.log("2")
-    nodes.says("0", "cannot take part: node 0 and 127.0.0.1 differ")
+    assert "it differs from node 0 in options max-num-seqs; the values are in node 0's log" in nodes.log("2")
+    nodes.says("0", "(node 0 / 127.0.0.1): options max-num-seqs: 4 / 8")
     twice = nodes.start(1, name="twice")
     assert twice.wait(20) != 0
     assert "rank 1 is held by 127.0.0.1, too" in nodes.log("twice")
     outside = nodes.start(3, name="outside")
     assert outside.wait(20) != 0
-    assert "not among 0 to 2" in nodes.log("outside")
+    assert "ranks 3 to 3 are not 1 of 0 to 2" in nodes.log("outside")
     assert nodes.running["0"].poll() is None  # it may be serving with the right ones
     assert nodes.running["1"].poll() is None
 
@@ -124,11 +166,22 @@ def test_another_checkpoint_is_refused(nodes, converted):
     nodes.start(0, model=str(converted("a", "w8a8")))
     nodes.says("0", "watching")
     assert nodes.start(1, model=str(converted("a", "bf16"))).wait(20) != 0
-    assert "checkpoint weights:" in nodes.log("1")
+    assert "differs from node 0 in checkpoint" in nodes.log("1")
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[]\n", b'{"ranks": [1], "common": {}}\n', b"\xff" * 100 + b"\n"]
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"{}\n",
+        b"[]\n",
+        b'{"ranks": [1], "common": {}}\n',
+        b'{"ranks": [1, 1], "common": {}}\n',
+        b'{"ranks": [Infinity, 3], "common": {}}\n',
+        b"[" * 200000 + b"\n",
+        b"\xff" * 100 + b"\n",
+    ],
 )
 def test_strangers_are_ignored(nodes, sent):
     together(nodes)

@@ -87,6 +87,7 @@ def _doctor(args: argparse.Namespace) -> int:
         raise LaunchError(f"doctor {' '.join(args.what)}: one recipe, or compare A.json B.json")
     if not args.node_rank.isdecimal():
         raise LaunchError(f"node rank {args.node_rank!r}: expected 0, 1, ...")
-    recipe = recipes.load(args.what[0], args.set) if args.what else None
+    settings = [*recipes.from_environment(os.environ), *args.set]
+    recipe = recipes.load(args.what[0], settings) if args.what else None
     node = Node(int(args.node_rank), args.node0_ip, args.local_ip, args.nic)
     return doctor.doctor(recipe, node, args.model, args.given, args.json, args.peers, args.wait, args.image)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .launch import ENVIRONMENT_OF_THE_NODE, OF_THE_NODE
+from .recipe import parse_value
 
 PACKAGES = (
     "vllm-ascend-dsv41",
@@ -27,15 +29,25 @@ SMALL = ("config.json", "tokenizer.json", "generation_config.json", "quant_model
 VARIABLES = re.compile(
     r"^(VLLM_|HCCL_|ASCEND_|PYTORCH_|TORCH_|GLOO_|TP_|OMP_|DSV41_|TASK_QUEUE|LD_PRELOAD$|ACL_|NCCL_)"
 )
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+#: Names of options and variables whose values are nobody's business.
+SECRET = re.compile(r"(?:^|[_-])(?:key|token|secret|passw(?:or)?d|auth|credentials?|proxy)(?:$|[_-])", re.IGNORECASE)
+#: Options of the API's server, which only node 0 runs.
+API_ONLY = re.compile(
+    r"(?:api-server-count|uds|root-path|middleware|response-role|log-config-file|enable-auto-tool-choice|served-model-name"
+    r"|(?:ssl|uvicorn|allow|allowed|chat|tool|h11|cors|disable|enable)-.*(?:log|ssl|origin|header|method|template|parser|"
+    r"credentials|max|level|file|media).*)"
+)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 SAMPLE = 4096
 
 
 def options_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Options of a command that all nodes must have in common, as text, without keys of the API."""
-    own = {*OF_THE_NODE, "api-key"}
-    return {name: str(value) for name, value in sorted(options.items()) if name not in own}
+    return {
+        name: json.dumps(parse_value(value) if isinstance(value, str) else value, sort_keys=True)
+        for name, value in sorted(options.items())
+        if name not in OF_THE_NODE and not SECRET.search(name) and not API_ONLY.fullmatch(name)
+    }
 
 
 def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -61,6 +73,8 @@ def versions() -> dict[str, str]:
 def checkpoint(path: str | Path) -> dict[str, str]:
     """Digests of a checkpoint's small files, and one of its weight files: names, sizes, and samples of each. Empty
     where there is no directory."""
+    if not str(path):
+        return {}
     root = Path(path)
     found: dict[str, str] = {}
     try:

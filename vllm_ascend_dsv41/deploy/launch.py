@@ -18,6 +18,25 @@ JEMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2",
     "/usr/lib64/libjemalloc.so.2",
 )
+#: vLLM's short options (``vllm.engine.arg_utils``).
+SHORT = {
+    "-ac": "attention-config",
+    "-cc": "compilation-config",
+    "-dp": "data-parallel-size",
+    "-dpa": "data-parallel-address",
+    "-dpb": "data-parallel-backend",
+    "-dpe": "data-parallel-external-lb",
+    "-dph": "data-parallel-hybrid-lb",
+    "-dpl": "data-parallel-size-local",
+    "-dpn": "data-parallel-rank",
+    "-dpp": "data-parallel-rpc-port",
+    "-dpr": "data-parallel-start-rank",
+    "-ep": "enable-expert-parallel",
+    "-pp": "pipeline-parallel-size",
+    "-q": "quantization",
+    "-sc": "speculative-config",
+    "-tp": "tensor-parallel-size",
+}
 #: Options that differ between nodes of one deployment: everything else must be the same.
 OF_THE_NODE = ("headless", "data-parallel-start-rank", "host", "port")
 ENVIRONMENT_OF_THE_NODE = ("HCCL_IF_IP", "VLLM_HOST_IP", "VLLM_CPU_OMP_THREADS_BIND", "DSV41_STARTUP_REPORT")
@@ -81,9 +100,11 @@ def text_of(value: Value) -> str:
     return str(value)
 
 
-def command(recipe: Recipe, node: Node, model: str) -> Launch:
-    """What node ``node.rank`` runs. Raises LaunchError: placeholders, missing addresses, a rank that there is not."""
-    _check(recipe, node, model)
+def command(recipe: Recipe, node: Node, model: str, check: bool = True) -> Launch:
+    """What node ``node.rank`` runs. Raises LaunchError: placeholders, missing addresses, a rank that there is not;
+    not when it is only to be looked at (``check`` False)."""
+    if check:
+        _check(recipe, node, model)
     return Launch(model, tuple(_flags(recipe, node)), tuple(_environment(recipe, node)))
 
 
@@ -180,20 +201,19 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
     """Options of a ``vllm serve`` command line by name without dashes: values as text, True for bare ones, the last
     one of a name counts. Both spellings of names (``max_num_seqs``) and of values (``--name=value``, ``--no-name``)
-    are read; the model is under ``model``. ``--name.key value`` adds to the object under ``name``, as vLLM does."""
+    are read; the model is under ``model``. ``--name.key value`` makes an object
+    of such keys alone, which wins over ``--name '{...}'``, as in vLLM."""
     options: dict[str, Any] = {}
+    dotted: dict[str, dict[str, Any]] = {}
     words, at = list(arguments), 0
     while at < len(words):
         word = words[at]
         at += 1
+        short, equals, value = word.partition("=")
+        if short in SHORT:
+            word = f"--{SHORT[short]}{equals}{value}"
         if not word.startswith("--"):
-            if word == "-tp" or word == "-dp" or word == "-q":
-                name = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-q": "quantization"}[word]
-                if at < len(words):
-                    options[name] = words[at]
-                    at += 1
-            else:
-                options.setdefault("model", word)
+            options.setdefault("model", word)
             continue
         name, equals, value = word[2:].partition("=")
         name, _, key = name.partition(".")
@@ -201,31 +221,32 @@ def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
         found: Any = value
         if not equals:
             found = True
-            if at < len(words) and not words[at].startswith("--"):
+            if at < len(words) and (not words[at].startswith("-") or _is_number(words[at])):
                 found = words[at]
                 at += 1
-        if name.startswith("no-") and found is True:
-            name, found = name.removeprefix("no-"), False
         if key:
-            found = _merged(options.get(name), key.split("."), found)
-        options[name] = found
-    return options
+            _put(dotted.setdefault(name, {}), key.split("."), found)
+        elif name.startswith("no-") and found is True:
+            options[name.removeprefix("no-")] = False
+        else:
+            options[name] = found
+    return options | {name: json.dumps(value) for name, value in dotted.items()}
 
 
-def _merged(before: Any, keys: Sequence[str], value: Any) -> str:
-    """A JSON object with one more key, as text."""
-    try:
-        whole = json.loads(before) if isinstance(before, str) else {}
-    except json.JSONDecodeError:
-        whole = {}
-    inner = whole
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-\d+(\.\d+)?", word) is not None
+
+
+def _put(whole: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Into an object of objects; what is in the way is replaced."""
     for key in keys[:-1]:
-        inner = inner.setdefault(key, {})
+        inner = whole.get(key)
+        whole[key] = inner if isinstance(inner, dict) else {}
+        whole = whole[key]
     try:
-        inner[keys[-1]] = json.loads(value) if isinstance(value, str) else value
+        whole[keys[-1]] = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
-        inner[keys[-1]] = value
-    return json.dumps(whole)
+        whole[keys[-1]] = value
 
 
 def json_option(options: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,11 @@ TOPOLOGY = (
 )
 
 
+MOST_DRAFTED = 64
+#: Options that depend on the node: ``launch.command`` gives them.
+OF_THE_NODE = ("headless", "data-parallel-start-rank", "data-parallel-address", "data-parallel-rank", "model")
+#: Variables that choose where the API listens, for scripts and ``dsv41 serve --recipe`` alike.
+LISTENING = {"DSV41_HOST": "host", "DSV41_PORT": "port"}
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -107,6 +112,10 @@ class Recipe(_Strict):
         nodes, each = place.number("nodes"), place.number("devices_per_node")
         if nodes * local != across:
             yield f"{nodes} nodes of data_parallel_size_local {local} are not data_parallel_size {across}"
+        needed = ("host", "port", *(["data-parallel-rpc-port"] if nodes > 1 else []))
+        missing = [name for name in needed if name not in self.flags]
+        if missing:
+            yield f"flags without {', '.join(missing)}"
         if self.device != "cpu" and local * place.number("tensor_parallel_size") > each:
             yield f"data_parallel_size_local x tensor_parallel_size is more than the {each} devices of a node"
 
@@ -137,18 +146,25 @@ class Recipe(_Strict):
         """A whole number among flags or variables, also as vLLM reads them: 128k, 1M. Raises RecipeError."""
         place = self.environment if name.isupper() else self.flags
         value = place[name].value if name in place else default
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value))
-        if isinstance(value, bool) or match is None:
+        match = re.fullmatch(r"(\d+)()|(\d+(?:\.\d+)?)([kKmMgG])", str(value))
+        found = 0 if match is None else int(float(match[1] or match[3]) * UNITS[match[2] or match[4] or ""])
+        if isinstance(value, bool) or found < 1:
             raise RecipeError(
                 f"recipe {self.name}: {name} is {value!r}, expected a whole number, or 128k, 1M and so on"
             )
-        return int(float(match[1]) * UNITS[match[2]])
+        return found
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens that a step drafts; 0 without --speculative-config."""
-        speculative = self.flag("speculative-config")
-        return int(speculative.get("num_speculative_tokens", 0)) if isinstance(speculative, dict) else 0
+        """Tokens that a step drafts; 0 without --speculative-config. Raises RecipeError."""
+        speculative = self.flag("speculative-config", {})
+        tokens = speculative.get("num_speculative_tokens", 0) if isinstance(speculative, dict) else None
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= MOST_DRAFTED:
+            raise RecipeError(
+                f"recipe {self.name}: speculative-config is {speculative!r}, expected an object with "
+                f"num_speculative_tokens up to {MOST_DRAFTED}"
+            )
+        return tokens
 
 
 def _is_count(value: Value) -> bool:
@@ -206,11 +222,15 @@ def _set(document: dict[str, Any], setting: str) -> None:
     key = key.strip().removeprefix("--")
     if not equals or not key:
         raise RecipeError(f"--set {setting}: expected key=value, for example --set max-num-seqs=16")
+    if key in OF_THE_NODE:
+        raise RecipeError(f"--set {setting}: {key} depends on the node, and comes from NODE_RANK, NODE0_IP and so on")
     topology, flags = document.get("topology"), document.get("flags")
     if not isinstance(topology, dict) or not isinstance(flags, dict):
         raise RecipeError(f"recipe {document['name']}: topology and flags are objects")
     name = key.replace("-", "_")
-    if key.isupper():
+    name = "expert_parallel" if name == "enable_expert_parallel" else name
+    variable = re.fullmatch(r"[A-Z][A-Z0-9_]*", key) is not None
+    if variable:
         place = document.setdefault("environment", {})
     elif name in TOPOLOGY:
         place, key = topology, name
@@ -220,10 +240,17 @@ def _set(document: dict[str, Any], setting: str) -> None:
         if place is topology:
             raise RecipeError(f"--set {setting}: {key} needs a value")
         place.pop(key, None)
-        return
-    place[key] = {"value": text if key.isupper() else parse_value(text), "source": "--set"}
-    kept = {item["source"] for group in (topology, flags, document.get("environment", {})) for item in group.values()}
-    document["sources"] = {name: text for name, text in document["sources"].items() if name in kept}
+    else:
+        place[key] = {"value": text if variable else parse_value(text), "source": "--set"}
+    items = [item for group in (topology, flags, document.get("environment", {})) for item in group.values()]
+    kept = {item.get("source") for item in items if isinstance(item, dict)}
+    if isinstance(document.get("sources"), dict):
+        document["sources"] = {name: text for name, text in document["sources"].items() if name in kept}
+
+
+def from_environment(environment: Mapping[str, str]) -> list[str]:
+    """Settings that variables make: where the API listens."""
+    return [f"{flag}={environment[name]}" for name, flag in LISTENING.items() if environment.get(name)]
 
 
 def parse_value(text: str) -> Value:

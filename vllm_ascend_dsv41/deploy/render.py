@@ -14,13 +14,13 @@ from typing import Any
 import jinja2
 
 from .launch import JEMALLOC, Item, Node, command, text_of
-from .recipe import load
+from .recipe import LISTENING, load
 from .tables import documents
 
 SCRIPTS = ("a3x2", "a2x4", "a3x1-offload", "cpu-demo-x2")
 CLUSTERS = ("a3x2", "a2x4")  # also for Kubernetes and Ray
 #: Options of the server whose value a shell variable holds.
-VARIABLES = {"host": "HOST", "port": "PORT"}
+VARIABLES = {flag: name for name, flag in LISTENING.items()}
 OF_THE_NODE = ("headless", "data-parallel-start-rank")
 #: What the guide mounts: path, and what it is on the host.
 MOUNTS = (
@@ -61,8 +61,12 @@ def _parts(name: str) -> dict[str, Any]:
         "settings": [
             *(of_the_node if nodes > 1 else []),
             ("MODEL_PATH", "<YOUR_MODEL_PATH>", where),
-            ("HOST", recipe.flag("host"), "0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too"),
-            ("PORT", str(recipe.flag("port")), "of the API on node 0"),
+            (
+                "DSV41_HOST",
+                recipe.flag("host"),
+                "0.0.0.0 opens the server to every network: then set VLLM_API_KEY, too",
+            ),
+            ("DSV41_PORT", str(recipe.flag("port")), "of the API on node 0"),
         ],
         "environment": [
             {"name": item.name, "value": text_of(item.value), "free": "$" not in text_of(item.value)}
@@ -77,7 +81,8 @@ def script(name: str) -> str:
     """``scripts/serve-NAME.sh``."""
     parts = _parts(name)
     if parts["nodes"] > 1:
-        parts["lines"].insert(2, '"${NODE_OPTIONS[@]}"')
+        # before bash 4.4 an empty array counts as unset
+        parts["lines"].insert(2, '${NODE_OPTIONS[@]+"${NODE_OPTIONS[@]}"}')
     return _templates().get_template("serve.sh.j2").render(parts)
 
 

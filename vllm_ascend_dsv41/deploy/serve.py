@@ -12,8 +12,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from ..quant import CheckpointError, Layout, open_checkpoint
+from .fingerprint import SECRET
 from .launch import LaunchError, Node, command, explain, jemalloc, parse_options, text_of
-from .recipe import Recipe, load
+from .recipe import Recipe, from_environment, load
 from .watch import Watch, watched
 
 USAGE = """usage: dsv41 serve MODEL [option of vllm serve ...]
@@ -122,26 +123,53 @@ def preflight(arguments: Sequence[str]) -> None:
         )
 
 
-def from_recipe(own: Own) -> tuple[Recipe, list[str], dict[str, str], str]:
-    """Recipe, arguments of the server, variables to set, and the explanation. Raises RecipeError, LaunchError."""
-    recipe = load(own.values["recipe"], own.settings)
+def from_recipe(own: Own, look: bool = False) -> tuple[Recipe, list[str], dict[str, str], str]:
+    """Recipe, arguments of the server, variables to set, and the explanation. ``look``: nothing will be started, and
+    what this server is need not be known. Raises RecipeError, LaunchError."""
+    recipe = load(own.values["recipe"], [*from_environment(os.environ), *own.settings])
     rest = list(own.rest)
-    model = rest.pop(0) if rest and not rest[0].startswith("-") else os.environ.get("MODEL_PATH", "")
-    launch = command(recipe, own.node(), model)
+    first = bool(rest) and not rest[0].startswith("-")
+    model = rest.pop(0) if first else next((word for word in rest if Path(word, "config.json").is_file()), "")
+    if not first and model:
+        rest.remove(model)  # behind other options
+    model, node = model or os.environ.get("MODEL_PATH", ""), own.node()
+    if look:
+        node = Node(node.rank, node.node0_ip or "<NODE0_IP>", node.local_ip or "<LOCAL_IP>", node.nic or "<NIC_NAME>")
+    launch = command(recipe, node, model or ("<MODEL>" if look else ""), check=not look)
     variables = {}
     for item in launch.environment:
-        kept = None if item.origin.startswith("node") else os.environ.get(item.name)
+        kept = None if item.origin.startswith("node") else os.environ.get(item.name) or None
         variables[item.name] = text_of(item.value) if kept is None else kept
+    library = jemalloc() if recipe.device == "npu" else None
+    before = os.environ.get("LD_PRELOAD", "")
+    if library is not None and "jemalloc" not in before:
+        variables["LD_PRELOAD"] = library + (f":{before}" if before else "")
     text = explain(recipe, launch)
     if rest:
-        words = ", ".join(
-            f"--{name} {'' if value is True else value}".strip() for name, value in parse_options(rest).items()
-        )
+        words = ", ".join(f"--{name} {_shown(name, value)}".strip() for name, value in parse_options(rest).items())
         text += f"\nbehind them, from the command line, which wins: {words}"
     set_already = [name for name, value in variables.items() if os.environ.get(name) == value]
     if set_already:
         text += f"\nas the environment has it: {', '.join(set_already)}"
     return recipe, [*launch.arguments, *rest], variables, text
+
+
+def _shown(name: str, value: object) -> str:
+    """A value as it may be printed."""
+    return "" if value is True else "***" if SECRET.search(name) else str(value)
+
+
+def _shown_words(words: Sequence[str]) -> list[str]:
+    """A command as it may be printed."""
+    shown = list(words)
+    for at, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if word.startswith("--") and SECRET.search(name):
+            if equals:
+                shown[at] = f"{name}=***"
+            elif at + 1 < len(words):
+                shown[at + 1] = "***"
+    return shown
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -154,19 +182,17 @@ def serve(arguments: Sequence[str]) -> int:
     if "startup-report" in own.values:
         os.environ[STARTUP_REPORT] = str(Path(own.values["startup-report"]).absolute())
     if "recipe" in own.values:
-        recipe, arguments, variables, explanation = from_recipe(own)
-        if "explain" in own.switches:
+        look = "explain" in own.switches
+        recipe, arguments, variables, explanation = from_recipe(own, look)
+        if look:
             print(explanation)
             return 0
         if "dry-run" in own.switches:
             print("\n".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
-            print(shlex.join(["dsv41", "serve", *arguments]))
+            print(shlex.join(["dsv41", "serve", *_shown_words(arguments)]))
             return 0
         os.environ.update(variables)
-        library = jemalloc() if recipe.device == "npu" else None
-        if library is not None and "jemalloc" not in os.environ.get("LD_PRELOAD", ""):
-            before = os.environ.get("LD_PRELOAD")
-            os.environ["LD_PRELOAD"] = library + (f":{before}" if before else "")
+        if "LD_PRELOAD" in variables:  # of a process that starts
             os.execv(sys.executable, [sys.executable, "-m", "vllm_ascend_dsv41.cli", "serve", *arguments])
         if recipe.checkpoint == "official":
             os.environ.setdefault("VLLM_PLUGINS", plugin_names())

@@ -23,13 +23,15 @@ from typing import Any
 import psutil
 
 from . import fingerprint
-from .launch import parse_options
+from .launch import LaunchError, parse_options
 
 logger = logging.getLogger("vllm.dsv41")
 
 BEAT_S, SILENCE_S, GRACE_S = 5.0, 20.0, 30.0
 PORT = "DSV41_WATCH_PORT"  # 0: no watch
 LONGEST_LINE = 1 << 20
+#: What comes of a connection that is not what it should be.
+BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError)
 
 
 class WatchError(OSError):
@@ -37,8 +39,11 @@ class WatchError(OSError):
 
 
 def watch_port(rpc_port: int) -> int:
-    """The port beside vLLM's own on node 0."""
-    return int(os.environ.get(PORT) or rpc_port + 1)
+    """The port beside vLLM's own on node 0. Raises LaunchError."""
+    text = os.environ.get(PORT) or str(rpc_port + 1)
+    if not text.isdecimal() or int(text) > 65535:
+        raise LaunchError(f"{PORT}={text}: expected a port, or 0 for no watch")
+    return int(text)
 
 
 class Watch:
@@ -53,13 +58,10 @@ class Watch:
         self.size = int(options["data-parallel-size"])
         self.beat, self.silence = beat, silence
         self.failure: str | None = None
-        self._hello = {
-            "ranks": [self.first, self.first + self.count - 1],
-            "common": {
-                "options": fingerprint.options_of({k: v for k, v in options.items() if k != "model"}),
-                "versions": fingerprint.versions(),
-                "checkpoint": fingerprint.checkpoint(str(options.get("model", ""))),
-            },
+        self._common = {
+            "options": fingerprint.options_of({k: v for k, v in options.items() if k != "model"}),
+            "versions": fingerprint.versions(),
+            "checkpoint": fingerprint.checkpoint(str(options.get("model", ""))),
         }
         self._ended = threading.Event()
         self._listener: socket.socket | None = None
@@ -71,7 +73,7 @@ class Watch:
             threading.Thread(target=self._follow, daemon=True, name="dsv41-watch").start()
         else:
             try:
-                self._listener = socket.create_server((self.address, self.port), backlog=64)
+                self._listener = listen(self.address, self.port)
             except (OSError, OverflowError) as error:
                 raise WatchError(
                     f"{self.address}:{self.port} cannot be listened on ({error}): --data-parallel-address must be an "
@@ -105,17 +107,19 @@ class Watch:
             try:
                 hello = json.loads(lines.readline(LONGEST_LINE))
                 first, last = (int(rank) for rank in hello["ranks"])
-                common = dict(hello["common"])
-            except (OSError, ValueError, KeyError, TypeError):
+                common = {part: dict(hello["common"][part]) for part in self._common}
+            except BROKEN:
                 logger.warning("%s connected to the watch of the nodes and is none; ignored", peer)
                 return
             who = f"node with data-parallel ranks {first} to {last} ({peer})"
             refusal = self._refusal(first, last, peer, common)
-            _send(connection, {"refused": refusal})
+            with contextlib.suppress(OSError):
+                _send(connection, {"refused": refusal})
+                if not refusal:
+                    logger.info("%s has joined", who)
             if refusal:  # that node ends; this server may be serving with the right ones
                 logger.error("the %s cannot take part: %s", who, refusal)
                 return
-            logger.info("%s has joined", who)
             why = self._beat(connection, lines)
             if not self._ended.is_set():
                 self._fail(
@@ -124,16 +128,18 @@ class Watch:
                 )
 
     def _refusal(self, first: int, last: int, peer: str, common: Mapping[str, Any]) -> str | None:
-        """Why a node cannot take part."""
-        different = fingerprint.differences(self._hello["common"], common)  # type: ignore[arg-type]
+        """Why a node cannot take part. It is told what differs and not how: this port asks nobody who they are."""
+        different = fingerprint.differences(self._common, common)
         if different:
-            return f"node 0 and {peer} differ (node 0 / {peer}): {'; '.join(different)}"
+            logger.error("node 0 and %s differ (node 0 / %s): %s", peer, peer, "; ".join(different))
+            names = ", ".join(text.partition(":")[0] for text in different)
+            return f"it differs from node 0 in {names}; the values are in node 0's log"
         with self._lock:
-            held = {**self._here, self.first: "node 0"}
-            if first in held:
-                return f"data-parallel rank {first} is held by {held[first]}, too; give every node its own NODE_RANK"
-            if not 0 <= first <= last < self.size:
-                return f"ranks {first} to {last} are not among 0 to {self.size - 1}"
+            if last - first + 1 != self.count or first % self.count or not 0 <= first <= last < self.size:
+                return f"ranks {first} to {last} are not {self.count} of 0 to {self.size - 1}"
+            for held, who in {**self._here, self.first: "node 0"}.items():
+                if first == held:
+                    return f"data-parallel rank {first} is held by {who}, too; give every node its own NODE_RANK"
             self._here[first] = peer
         return None
 
@@ -145,26 +151,22 @@ class Watch:
         while not self._ended.is_set():
             try:
                 connection = socket.create_connection((self.address, self.port), timeout=self.beat)
-                break
-            except OSError as error:
+                with connection, connection.makefile("rb") as lines:
+                    connection.settimeout(self.silence)
+                    _send(connection, {"ranks": [self.first, self.first + self.count - 1], "common": self._common})
+                    refused = json.loads(lines.readline(LONGEST_LINE))["refused"]
+                    if refused:
+                        self._fail(f"node 0 ({self.address}) refuses this node: {refused}")
+                        return
+                    why = self._beat(connection, lines)
+                if not self._ended.is_set():
+                    self._fail(f"node 0 ({self.address}) has gone ({why}); this node cannot serve without it")
+                return
+            except BROKEN as error:  # not there yet, or its doctor is still looking
                 if time.monotonic() - said > 60:
                     said = time.monotonic()
                     logger.info("waiting for node 0 at %s:%d (%s)", self.address, self.port, error)
                 self._ended.wait(1)
-        else:
-            return
-        with connection, connection.makefile("rb") as lines:
-            connection.settimeout(self.silence)
-            why: str = "no answer"
-            with contextlib.suppress(OSError, ValueError):
-                _send(connection, self._hello)
-                refused = json.loads(lines.readline(LONGEST_LINE))["refused"]
-                if refused:
-                    self._fail(f"node 0 ({self.address}) refuses this node: {refused}")
-                    return
-                why = self._beat(connection, lines)
-            if not self._ended.is_set():
-                self._fail(f"node 0 ({self.address}) has gone ({why}); this node cannot serve without it")
 
     # ---- both -------------------------------------------------------------------------------------
 
@@ -203,6 +205,12 @@ class Watch:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         os._exit(1)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket of IPv4 or IPv6. Raises OSError, OverflowError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=64)
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:

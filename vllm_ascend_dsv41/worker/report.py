@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -38,15 +39,22 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """As logging.Handler."""
-        text = " ".join(record.getMessage().split())
+        try:
+            text = " ".join(record.getMessage().split())
+        except Exception:  # as logging's own handlers: a wrong call elsewhere must not end the start
+            self.handleError(record)
+            return
         if text not in self.texts:
             self.texts.append(text)
 
 
 def collect_warnings() -> Warnings:
-    """From now on; ``ready`` ends it."""
+    """From now on; ``ready`` ends it, or the next call."""
+    logger_of_vllm = logging.getLogger("vllm")
+    for old in [handler for handler in logger_of_vllm.handlers if isinstance(handler, Warnings)]:
+        logger_of_vllm.removeHandler(old)
     handler = Warnings()
-    logging.getLogger("vllm").addHandler(handler)
+    logger_of_vllm.addHandler(handler)
     return handler
 
 
@@ -148,16 +156,25 @@ def ready(worker: Any, warnings: Warnings) -> None:
     logging.getLogger("vllm").removeHandler(warnings)
     if worker.rank % worker.vllm_config.parallel_config.world_size:
         return
-    found = facts(worker, warnings.texts)
-    logger.info("ready to serve:\n%s", table(found))
-    path = os.environ.get(FILE)
-    if path:
-        replica = found["parallel"]["data_rank"]
-        target = Path(f"{path}.dp{replica}" if replica else path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            partial.replace(target)
-        except OSError as error:  # a server that can serve must not end for a report
+    try:
+        found = facts(worker, warnings.texts)
+        logger.info("ready to serve:\n%s", table(found))
+        path = os.environ.get(FILE)
+        if path:
+            _write(found, path)
+    except Exception as error:  # a server that can serve must not end for a report
+        logger.warning(
+            "the startup report failed (%s: %s); %s=%s", type(error).__name__, error, FILE, os.environ.get(FILE)
+        )
+
+
+def _write(found: Mapping[str, Any], path: str) -> None:
+    replica = found["parallel"]["data_rank"]
+    target = Path(f"{path}.dp{replica}" if replica else path)
+    partial = target.with_name(f".{os.getpid()}.tmp")
+    try:
+        partial.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+        partial.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-            logger.warning("%s=%s: the startup report was not written: %s", FILE, path, error)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import fingerprint
 from ..launch import LaunchError
-from .checks.devices import _each, addresses, nodes_of, tls_switches
+from .checks.devices import addresses, each, nodes_of, tls_switches
 from .checks.software import cann_version, driver_version
 from .host import Host
 from .report import Result, bad, good, warn
@@ -35,7 +35,7 @@ def facts(host: Host, target: Target) -> dict[str, Any]:
     """What is compared, of this node."""
     ascend: dict[str, Any] = {}
     if target.on_npu:
-        answers = [answer.text if answer else "" for answer in _each(host, target, "-tls")]
+        answers = [answer.text if answer else "" for answer in each(host, target, "-tls").values()]
         spod = host.run("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0")
         pod = spod.text.partition("Super Pod ID")[2].split("\n")[0].strip(" :\t") if spod else ""
         ascend = {
@@ -56,13 +56,14 @@ def facts(host: Host, target: Target) -> dict[str, Any]:
     }
 
 
-def device_addresses(host: Host, target: Target) -> list[str]:
-    """Addresses of the NPUs, for the others to ping."""
+def device_addresses(host: Host, target: Target) -> dict[int, str]:
+    """Addresses of the NPUs by device, for the others to ping."""
     if not target.on_npu:
-        return []
+        return {}
     a3 = target.recipe is not None and "A3" in target.recipe.hardware
-    answers = _each(host, target, "-vnic" if a3 else "-ip")
-    return [one or "" for one in addresses([answer.text if answer else "" for answer in answers])]
+    answers = each(host, target, "-vnic" if a3 else "-ip")
+    found = addresses([answer.text if answer else "" for answer in answers.values()])
+    return {device: one for device, one in zip(answers, found, strict=True) if one}
 
 
 def compare(named: Mapping[str, Mapping[str, Any]]) -> list[Result]:
@@ -98,9 +99,10 @@ def read_reports(paths: Sequence[str]) -> dict[str, Mapping[str, Any]]:
                     f"{path}: schema {report['schema']}, expected {SCHEMA}; use one version of this package"
                 )
             node, fingerprint_ = str(report["node"]), report["fingerprint"]
-            if not isinstance(fingerprint_, dict):
-                raise TypeError("fingerprint is no object")
-        except (ValueError, KeyError, TypeError) as error:
+            for part in (*MUST, *MAY):
+                if not isinstance(fingerprint_[part], dict):
+                    raise TypeError(f"{part} of its fingerprint is no object")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, LaunchError):
                 raise
             raise LaunchError(

@@ -7,12 +7,14 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 TOOL_TIMEOUT_S = 4.0
+LONGEST = 1 << 20  # bytes of an answer that are read
 PING_TIMEOUT_S = 30.0  # hccn_tool itself asks up to a minute, and a shorter wait would take a slow answer for none
 #: Where tools lie that are not on PATH in every container.
 TOOLS = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool", "npu-smi": "/usr/local/bin/npu-smi"}
@@ -91,20 +93,21 @@ class Machine:
         tool = shutil.which(command[0]) or (known if known and os.access(known, os.X_OK) else None)
         if tool is None:
             return None
-        try:
-            done = subprocess.run(
-                [tool, *command[1:]],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=PING_TIMEOUT_S if any(word.endswith("ping") for word in command) else TOOL_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Output("", None)
-        except OSError:
-            return None
-        return Output(done.stdout.decode("utf-8", "replace"), done.returncode)
+        limit = PING_TIMEOUT_S if any(word.endswith("ping") for word in command) else TOOL_TIMEOUT_S
+        with tempfile.TemporaryFile() as said:
+            try:
+                process = subprocess.Popen(
+                    [tool, *command[1:]], stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+                )
+            except OSError:
+                return None
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.kill()  # and not waited for: a tool of a sick driver may never end
+                return Output("", None)
+            said.seek(0)
+            return Output(said.read(LONGEST).decode("utf-8", "replace"), status)
 
     def taken(self, address: str, port: int) -> str | None:
         """As Host."""

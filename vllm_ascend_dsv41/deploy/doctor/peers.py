@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..watch import watch_port
+from ..watch import BROKEN, listen, watch_port
 from .compare import compare, device_addresses, facts
 from .host import Host
 from .report import Result, Status, bad, good, skip
 from .target import Target
 
-ANSWER_S = 20.0
+ANSWER_S = 10.0
 LONGEST = 1 << 22
 
 
@@ -41,7 +41,7 @@ def meet(host: Host, target: Target, failures: Sequence[str], wait: float, say: 
         results, everyone = _host(target, own, wait, say)
     else:
         results, everyone = _visit(target, own, wait, say)
-    return results + _pings(host, target, everyone)
+    return results + _pings(host, target, own["devices"], everyone)
 
 
 def _host(
@@ -55,8 +55,8 @@ def _host(
     try:
         with contextlib.ExitStack() as open_ones:
             try:
-                listener = open_ones.enter_context(socket.create_server((address, port), backlog=64))
-                open_ones.enter_context(socket.create_server((address, watch_port(port)), backlog=64))
+                listener = open_ones.enter_context(listen(address, port))
+                open_ones.enter_context(listen(address, watch_port(port)))
             except (OSError, OverflowError) as error:
                 return [_unreachable(f"{address}:{port}: {error}", "ports of node 0 that can be listened on")], []
             while len(met) < target.nodes - 1:
@@ -72,7 +72,7 @@ def _host(
                 open_ones.enter_context(connection)
                 try:
                     connection.settimeout(ANSWER_S)
-                    theirs = _read(connection)
+                    theirs = _checked(_read(connection))
                     rank = int(theirs["rank"])
                     if rank in met or not 0 < rank < target.nodes:
                         other = met[rank][1]["address"] if rank in met else address
@@ -83,10 +83,13 @@ def _host(
                     peer = theirs["address"] = str(theirs["local_ip"])  # where HCCL and gloo will look for it
                     theirs["back"] = _reaches(peer, int(theirs["port"]))
                     met[rank] = connection, theirs
-                except (OSError, ValueError, KeyError, TypeError) as error:
+                except BROKEN as error:
                     say(f"{peer} connected and did not speak: {error}")
             results = _results(target, own, met, problems)
-            everyone = [own["devices"], *(theirs["devices"] for _, theirs in (met[rank] for rank in sorted(met)))]
+            everyone = [
+                list(own["devices"].values()),
+                *(list(theirs["devices"].values()) for _, theirs in (met[rank] for rank in sorted(met))),
+            ]
             for connection, _ in met.values():
                 with contextlib.suppress(OSError):
                     _write(connection, {"results": [_as_json(result) for result in results], "everyone": everyone})
@@ -167,7 +170,7 @@ def _visit(
                 connection.settimeout(max(deadline - time.monotonic(), 0) + ANSWER_S)
                 answer = _read(connection)
                 return [_from_json(item) for item in answer["results"]], answer["everyone"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except BROKEN as error:
                 text = f"node 0 at {address}:{port} did not answer: {error}"
                 return [
                     _unreachable(text, "the doctor of the same version on node 0; is a server running there already?")
@@ -178,7 +181,7 @@ def _visit(
 def _listening(address: str) -> Iterator[int | str]:
     """A port of this node that answers connections, or why there is none."""
     try:
-        server = socket.create_server((address, 0), backlog=8)
+        server = listen(address, 0)
     except OSError as error:
         yield f"{address}: {error}"
         return
@@ -195,8 +198,8 @@ def _reaches(address: str, port: int) -> str:
     return ""
 
 
-def _pings(host: Host, target: Target, everyone: Sequence[Sequence[str]]) -> list[Result]:
-    """Between NPUs: device i of this node to device i of every other."""
+def _pings(host: Host, target: Target, mine: Mapping[int, str], everyone: Sequence[Sequence[str]]) -> list[Result]:
+    """Between NPUs: the n-th device of this node to the n-th of every other."""
     name = "npu-ping"
     if not target.on_npu:
         return []
@@ -204,10 +207,9 @@ def _pings(host: Host, target: Target, everyone: Sequence[Sequence[str]]) -> lis
     option = "-hccs_ping" if a3 else "-ping"
     wanted = [
         (device, address)
-        for rank, devices in enumerate(everyone)
+        for rank, theirs in enumerate(everyone)
         if rank != target.node.rank
-        for device, address in enumerate(devices)
-        if address
+        for device, address in zip(mine, theirs, strict=False)
     ]
     if not wanted:
         return [skip(name, "no addresses of other nodes' NPUs")]
@@ -261,11 +263,25 @@ def _write(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    with connection.makefile("rb") as lines:
-        line = lines.readline(LONGEST)
-    if not line.endswith(b"\n"):
-        raise ValueError("the connection was closed")
-    found = json.loads(line)
+    """One line of JSON, within the connection's time-out altogether. Raises OSError, ValueError, TypeError."""
+    deadline = time.monotonic() + (connection.gettimeout() or ANSWER_S)
+    parts = b""
+    while not parts.endswith(b"\n"):
+        connection.settimeout(max(deadline - time.monotonic(), 0.01))
+        part = connection.recv(1 << 16)
+        parts += part
+        if not part or len(parts) > LONGEST:
+            raise ValueError("the connection was closed" if not part else "too long")
+    found = json.loads(parts)
     if not isinstance(found, dict):
         raise TypeError("no object")
     return found
+
+
+def _checked(theirs: dict[str, Any]) -> dict[str, Any]:
+    """What another node says of itself, or TypeError."""
+    kinds = {"rank": int, "port": int, "local_ip": str, "failures": list, "facts": dict, "devices": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(theirs.get(name), kind)]
+    if wrong or not all(isinstance(part, dict) for part in theirs["facts"].values()):
+        raise TypeError(f"no doctor's message: {', '.join(wrong) or 'facts'}")
+    return theirs

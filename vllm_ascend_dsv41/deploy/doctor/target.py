@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..fingerprint import SECRET
 from ..launch import Node, command, json_option, parse_options
 from ..recipe import Recipe, Sourced
 
@@ -68,7 +69,7 @@ def target_of(
             else {}
         )
         drift = tuple(
-            f"--{name} {options.get(name, '(not given)')}"
+            f"--{name} {'***' if SECRET.search(name) else options.get(name, '(not given)')}"
             for name in dict.fromkeys([*made, *options])
             if made and name not in ("model", "host", "port") and options.get(name) != made.get(name)
         )

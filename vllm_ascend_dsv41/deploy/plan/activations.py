@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-UNEVEN = 1.25  # tokens that a rank's experts get, beside an even share
+UNEVEN = 2  # tokens that a rank's experts get, beside an even share
 BF16, F32 = 2, 4
 
 
@@ -42,8 +42,8 @@ def activations(
     gathered = 0
     if expert and data > 1 and "A2" in hardware:
         arriving, gathered = arriving * data, tokens * data * hidden * BF16
-    elif expert:
-        arriving = int(arriving * UNEVEN)
+    elif expert:  # tensor-parallel ranks send a part each
+        arriving = arriving * UNEVEN // tensor
     experts = gathered + arriving * (hidden + 3 * inner + hidden * BF16)
     columns = (text.get("engram_max_ngram_size", 1) - 1) * text.get("engram_n_heads", 0)
     engram = tokens * (columns * text.get("engram_head_dim", 0) * BF16 + 2 * (streams_count + 1) * hidden * BF16)

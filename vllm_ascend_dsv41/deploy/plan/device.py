@@ -79,10 +79,10 @@ def hccl(tensor: int, data: int, expert: bool, buffsize: int) -> Hccl:
     return Hccl(tuple(groups))
 
 
-def mc2_tokens(max_num_seqs: int, draft_tokens: int, tensor: int) -> int:
-    """Tokens per rank that MC2 is dimensioned for: a decode step's, divided among tensor-parallel ranks, at most 512
-    (vllm-ascend 0.30.0rc2, ``ascend_forward_context.py``)."""
-    return min(-(-max_num_seqs * (1 + draft_tokens) // tensor), 512)
+def mc2_tokens(largest_step: int, tensor: int) -> int:
+    """Tokens per rank that MC2 is dimensioned for: the largest captured step, or without graphs a decode step of all
+    sequences, divided among tensor-parallel ranks; at most 512 (vllm-ascend 0.30.0rc2, ``ascend_forward_context``)."""
+    return min(-(-largest_step // tensor), 512)
 
 
 def mc2_buffer(hardware: str, tokens: int, hidden: int, experts: int, chosen: int, ranks: int) -> int:
@@ -104,11 +104,14 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def capture_sizes(max_num_seqs: int, draft_tokens: int) -> list[int]:
-    """Sizes of decode graphs in tokens, by the defaults of vLLM 0.30.0 and vllm-ascend: up to 512, each a whole number
-    of requests with their drafts."""
+CAPTURED = 512  # tokens of the largest graph where nobody says another
+
+
+def capture_sizes(max_num_seqs: int, draft_tokens: int, largest: int | None = None) -> list[int]:
+    """Sizes of decode graphs in tokens, by the defaults of vLLM 0.30.0 and vllm-ascend: up to ``largest`` (512), each a
+    whole number of requests with their drafts."""
     per_request = 1 + draft_tokens
-    largest = min(max_num_seqs * per_request, 512)
+    largest = largest or min(max_num_seqs * per_request, CAPTURED)
     plain = [1, 2, 4, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
     rounded = {_up(size, per_request) for size in [*plain, largest] if size <= largest}
     return sorted(size for size in rounded if size <= max(largest, per_request))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
@@ -134,15 +134,20 @@ class _Planner:
         self.facts = devices.of(recipe.device)
         self.usable = place.number("device_memory_gib") * GIB - self.facts.reserved
         block = recipe.count("block-size", 128)
+        if block % 2:
+            raise RecipeError(f"recipe {recipe.name}: block-size is {block}, expected an even number: 128")
         self.caches = Caches.of(model.config, recipe.device, block, self.draft)
         self.buffsize = recipe.count("HCCL_BUFFSIZE", 200)
-        self.problems: list[str] = []
+        self.problems = list(_divisions(recipe, self.text, self.engram))
         self.notes: list[str] = []
+        unused = place.number("devices_per_node") - self.local * self.tensor
+        if recipe.checkpoint == "ascend" and unused > 0:
+            self.notes.append(f"{unused} devices of each server are not used")
 
     def weights(self) -> list[Part]:
         """By kind, and the tables where the device holds them."""
         if self.recipe.checkpoint == "official":
-            held = official_per_rank(self.model.tensors, self.text, self.tensor)
+            held = official_per_rank(self.model.tensors, self.text, self.tensor, self.data if self.expert else 1)
             basis = "official checkpoint as stored, experts in tiles of 128"
         else:
             experts = self.tensor * self.data if self.expert else 1
@@ -221,7 +226,8 @@ class _Planner:
         else:
             cache, limits = self._cache(groups, blocks), self._limits(blocks, used)
         self._problems(headroom, blocks, used)
-        if not self.offload and self.tables and self.recipe.checkpoint == "ascend" and self.recipe.device == "npu":
+        movable = not self.offload and self.tables and self.recipe.checkpoint == "ascend"
+        if movable and self.recipe.device == "npu" and not given and pool and not self.problems:
             freed = (pool + next(part.bytes for part in weights if part.name == "Engram tables")) // groups.block_bytes
             self.notes.append(
                 f"Engram tables in host memory would leave a cache for {freed // self._needed(self.longest)} "
@@ -292,8 +298,7 @@ class _Planner:
         if self.recipe.flag("enforce-eager"):
             return {"sizes": [], "why": "--enforce-eager"}
         mode = self.compilation.get("cudagraph_mode", "the platform's default")
-        own = self.compilation.get("cudagraph_capture_sizes")
-        sizes = own or devices.capture_sizes(self.seqs, self.draft)
+        sizes = self._capture_sizes()
         wanted = self.seqs * (1 + self.draft)
         if max(sizes) < wanted:
             self.notes.append(
@@ -302,10 +307,32 @@ class _Planner:
             )
         return {"sizes": sizes, "mode": mode, "largest_step": wanted}
 
+    def _capture_sizes(self) -> list[int]:
+        """Of decode graphs; none with --enforce-eager. Raises RecipeError."""
+        if self.recipe.flag("enforce-eager"):
+            return []
+        own = self.compilation.get("cudagraph_capture_sizes")
+        if own is not None:
+            if not isinstance(own, list) or not own or not all(type(size) is int and size > 0 for size in own):
+                raise RecipeError(
+                    f"recipe {self.recipe.name}: compilation-config, cudagraph_capture_sizes is {own!r}, expected sizes"
+                )
+            return sorted(own)
+        return devices.capture_sizes(self.seqs, self.draft, self._largest_capture())
+
+    def _largest_capture(self) -> int:
+        """Tokens of the largest graph that is asked for."""
+        if "max-cudagraph-capture-size" in self.recipe.flags:
+            return self.recipe.count("max-cudagraph-capture-size", 1)
+        own = self.compilation.get("max_cudagraph_capture_size")
+        sizes = self.compilation.get("cudagraph_capture_sizes")
+        return int(own or (max(sizes) if sizes else min(self.seqs * (1 + self.draft), devices.CAPTURED)))
+
     def _exchange(self) -> dict[str, Any]:
         if self.recipe.device != "npu" or not self.expert:
             return {}
-        tokens = devices.mc2_tokens(self.seqs, self.draft, self.tensor)
+        largest = self._largest_capture() if self._capture_sizes() else self.seqs * (1 + self.draft)
+        tokens = devices.mc2_tokens(largest, self.tensor)
         ranks = self.tensor * self.data
         need = devices.mc2_buffer(
             self.recipe.hardware,
@@ -364,6 +391,10 @@ class _Planner:
 
     def _problems(self, headroom: int, blocks: int, used: int) -> None:
         needed, length = self._needed(self.longest), self.longest
+        most = self.text["max_position_embeddings"]
+        if length > most:
+            self.problems.append(f"--max-model-len {length}: the model ends at {most} positions")
+            return
         if self.recipe.device == "cpu":
             if blocks < needed:
                 self.problems.append(
@@ -418,6 +449,38 @@ class _Planner:
                 "so little "
                 "(0.94 utilisation); lower --gpu-memory-utilization"
             )
+
+
+def _divisions(recipe: Recipe, text: Mapping[str, Any], engram: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot be divided: the server refuses it, too (``platform.refusals``)."""
+    place = recipe.topology
+    tensor, data = place.number("tensor_parallel_size"), place.number("data_parallel_size")
+    columns = (text.get("engram_max_ngram_size", 1) - 1) * text.get("engram_n_heads", 0)
+    if recipe.checkpoint != "ascend":
+        return
+    split = {
+        "num_attention_heads": text["num_attention_heads"],
+        "o_groups": text["o_groups"],
+        "moe_intermediate_size": text["moe_intermediate_size"],
+        "(hc_mult + 1) * hidden_size": (text["hc_mult"] + 1) * text["hidden_size"] if columns else 0,
+        "the Engram hash columns": columns,
+    }
+    wrong = [f"{name} = {value}" for name, value in split.items() if value % tensor]
+    if wrong:
+        yield f"tensor_parallel_size {tensor} does not divide {', '.join(wrong)}; use 8, 4, 2 or 1"
+    elif engram.get("embedding_across_dp") and columns % (tensor * place.number("data_parallel_size_local")):
+        yield (
+            f"{columns} Engram hash columns cannot be divided among {tensor} tensor-parallel ranks of "
+            f"{place.number('data_parallel_size_local')} replicas; share one copy instead "
+            "(dp_shared_memory), or choose another tensor_parallel_size"
+        )
+    if engram.get("embedding_across_dp") and recipe.device == "npu":
+        yield "embedding_across_dp is not there on NPUs; use dp_shared_memory, one copy per node"
+    if place.expert_parallel.value and text["n_routed_experts"] % (tensor * data):
+        yield f"{text['n_routed_experts']} experts cannot be divided among {tensor * data} ranks"
+    draft, block = recipe.draft_tokens, text.get("dspark_block_size", 1)
+    if draft % block:
+        yield f"num_speculative_tokens {draft}: drafts come in blocks of {block} (dspark_block_size); use {block}"
 
 
 def _share(recipe: Recipe) -> float:

@@ -78,7 +78,9 @@ def chart(plan: MemoryPlan, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    suffix = path.suffix.lstrip(".").lower() or "png"
+    suffix = path.suffix.lstrip(".").lower()
+    if suffix not in ("png", "svg", "pdf") or not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: expected NAME.png, .svg or .pdf in a directory that exists")
     figure, axes = pyplot.subplots(2, 1, figsize=(11, 5.2), height_ratios=[1, 1])
     for axis, title, parts, limit in (
         (axes[0], f"one rank: {plan.usable / GIB:.1f} GiB of device memory usable", plan.rank, plan.usable),
@@ -111,6 +113,8 @@ def chart(plan: MemoryPlan, path: Path) -> None:
     try:
         figure.savefig(partial, dpi=110, format=suffix)
         partial.replace(path)
+    except OSError as error:
+        raise ValueError(f"--plot {path}: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
         pyplot.close(figure)

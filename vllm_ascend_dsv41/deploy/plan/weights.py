@@ -86,17 +86,17 @@ def official_kinds(tensors: Tensors) -> dict[str, int]:
     return dict(held)
 
 
-def official_per_rank(tensors: Tensors, text: Mapping[str, Any], ranks: int) -> dict[str, int]:
+def official_per_rank(tensors: Tensors, text: Mapping[str, Any], ranks: int, data: int = 1) -> dict[str, int]:
     """Bytes of the official checkpoint that one of ``ranks`` tensor-parallel ranks holds that keep every tensor
     in its stored form, Engram tables apart; experts' slices are padded to whole tiles of the MXFP4 kernels."""
-    inner = text["moe_intermediate_size"] // ranks
+    inner = max(text["moe_intermediate_size"] // ranks, 1)
     padding = -(-inner // EXPERT_TILE) * EXPERT_TILE / inner
     held: dict[str, int] = defaultdict(int)
     for kind, spec in tensors:
         if kind != "Engram tables":
             size = sum(item.bytes for item in spec.official())
             if kind == "routed experts":
-                held[kind] += round(size / ranks * padding)
+                held[kind] += round(size / ranks * padding) if data == 1 else round(size / ranks / data)
             else:
                 held[kind] += -(-size // ranks) if SPLIT.search(spec.name) else size
     return dict(held)

@@ -34,6 +34,9 @@ def run(host: Host, target: Target) -> list[Result]:
             return check(host, target)
         except LaunchError as error:
             return bad(name, str(error), "an option that can be read", "correct the command line")
+        except Exception as error:  # one odd answer must not hide all other lines
+            found = f"this check failed itself: {type(error).__name__}: {error}"
+            return bad(name, found, "an answer that it can read", "look at it by hand, and report this")
 
     chosen = CHECKS
     if target.recipe is None:

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ...fingerprint import SECRET
 from ...launch import PLACEHOLDER, LaunchError
 from ..host import Host
 from ..report import Result, bad, good, skip, warn
@@ -17,6 +18,7 @@ OLD_ENGRAM = ("enable_engram", "engram_storage", "enable_engram_ple_offload")
 ENGRAM_KEYS = ("cpu_offload", "embedding_across_dp", "dp_shared_memory")
 OFFLOAD_SEQS = 24  # vllm-ascend#16828: crashes at 24 to 32 requests with offloaded tables on one A3
 READY_S, CONNECT_S = 3600, 600
+MOST_RANKS = 1024  # that are looked at
 
 
 def start_rank(host: Host, target: Target) -> Result:
@@ -84,7 +86,7 @@ def placeholders(host: Host, target: Target) -> Result:
     left += [
         f"--{key} {value}"
         for key, value in target.options.items()
-        if isinstance(value, str) and PLACEHOLDER.search(value)
+        if isinstance(value, str) and PLACEHOLDER.search(value) and not SECRET.search(key)
     ]
     if left:
         return bad(
@@ -97,7 +99,7 @@ def placeholders(host: Host, target: Target) -> Result:
 
 
 def _ours(name: str) -> bool:
-    return name.startswith(("HCCL_", "GLOO_", "TP_", "VLLM_", "ASCEND_"))
+    return name.startswith(("HCCL_", "GLOO_", "TP_", "VLLM_", "ASCEND_")) and not SECRET.search(name)
 
 
 def timeouts(host: Host, target: Target) -> Result:
@@ -264,7 +266,7 @@ def remote_code(host: Host, target: Target) -> Result:
     """Code and pickles from the checkpoint."""
     name = "remote-code"
     loading = str(target.options.get("load-format", "auto"))
-    if target.options.get("trust-remote-code") is True:
+    if target.options.get("trust-remote-code", False) is not False:
         return warn(
             name,
             "--trust-remote-code",
@@ -382,10 +384,11 @@ def tiling(targets: Iterable[Target]) -> Result:
     for target in targets:
         size = target.number("data-parallel-size", 1)
         first = target.number("data-parallel-start-rank", 0)
-        for rank in range(first, first + target.number("data-parallel-size-local", size)):
+        local = min(target.number("data-parallel-size-local", size), MOST_RANKS)
+        for rank in range(first, first + local):
             held[rank] = held.get(rank, 0) + 1
     twice = [rank for rank, count in held.items() if count > 1]
-    missing = [rank for rank in range(size) if rank not in held]
+    missing = [rank for rank in range(min(size, MOST_RANKS)) if rank not in held]
     if twice or missing:
         return bad(
             "tiling",

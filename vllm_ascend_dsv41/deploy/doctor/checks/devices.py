@@ -12,7 +12,7 @@ from ..report import Result, bad, good, skip, warn
 from ..target import Target
 
 IDLE_MB = 4096  # of device memory that an idle die shows as used: 2.9 to 3.5 GB (vllm-ascend#12980)
-_CARD = re.compile(r"^\|\s*(\d+)\s+(\S*910\S*)\s*\|\s*(\w+)\s*\|")
+_CARD = re.compile(r"^\|\s*(\d+)\s+(\S*[A-Za-z]\S*)\s*\|\s*([^|]*?)\s*\|")
 _CHIP = re.compile(r"^\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*[\dA-Fa-f]{4}:[\dA-Fa-f:.]+\s*\|.*?(\d+)\s*/\s*(\d+)\s*\|\s*$")
 _PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(\S*)\s*\|\s*(\d+)\s*\|")
 
@@ -120,6 +120,15 @@ def visible_devices(host: Host, target: Target) -> Result:
     return good(name, f"{len(found)} devices")
 
 
+def _used(host: Host, target: Target, shown: list[Die]) -> list[Die]:
+    """The dies that the server takes; all where that is not said."""
+    try:
+        numbers = visible(host, target)
+    except ValueError:
+        return shown
+    return [die for number, die in enumerate(shown) if number in numbers] or shown
+
+
 def health(host: Host, target: Target) -> Result:
     """Health of each die."""
     name = "npu-health"
@@ -133,7 +142,15 @@ def health(host: Host, target: Target) -> Result:
             "npu-smi info with all dies",
             "driver and devices must be usable here: reboot or reinstall the driver; in a container mount them",
         )
-    ill = [f"NPU {die.card} chip {die.chip}: {die.health}" for die in dies(text) if die.health != "OK"]
+    shown = dies(text)
+    if len(shown) < max(target.devices, len(nodes_of(host))):
+        return bad(
+            name,
+            f"npu-smi shows {len(shown)} dies",
+            f"{max(target.devices, len(nodes_of(host)))}, as many as there are device files or ranks",
+            "a card has dropped off: look at dmesg on the host, and reboot it",
+        )
+    ill = [f"NPU {die.card} chip {die.chip}: {die.health}" for die in _used(host, target, shown) if die.health != "OK"]
     if ill:
         return bad(
             name,
@@ -152,7 +169,8 @@ def busy(host: Host, target: Target) -> Result:
     text, why = _smi(host)
     if not text:
         return skip(name, why)
-    held = [f"NPU {die.card} chip {die.chip}: {die.used_mb} MB" for die in dies(text) if die.used_mb > IDLE_MB]
+    mine = _used(host, target, dies(text))
+    held = [f"NPU {die.card} chip {die.chip}: {die.used_mb} MB" for die in mine if die.used_mb > IDLE_MB]
     if held:
         owners = sorted({match[3] for line in text.splitlines() if (match := _PROCESS.match(line))})
         return bad(
@@ -166,26 +184,33 @@ def busy(host: Host, target: Target) -> Result:
     return good(name, f"all dies below {IDLE_MB} MB")
 
 
-def _each(host: Host, target: Target, *question: str) -> list[Output | None]:
-    """hccn_tool's answer for each visible device."""
+def asked_devices(host: Host, target: Target) -> list[int]:
+    """Numbers of the devices that hccn_tool is asked about."""
     try:
-        devices = visible(host, target)
+        return visible(host, target)
     except ValueError:
-        devices = nodes_of(host)
+        return nodes_of(host)
+
+
+def each(host: Host, target: Target, *question: str) -> dict[int, Output | None]:
+    """hccn_tool's answer for each visible device."""
+    devices = asked_devices(host, target)
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda n: host.run("hccn_tool", "-i", str(n), *question, "-g"), devices))
+        answers = pool.map(lambda n: host.run("hccn_tool", "-i", str(n), *question, "-g"), devices)
+        return dict(zip(devices, answers, strict=True))
 
 
-def _asked(name: str, question: str, host: Host, target: Target) -> tuple[list[str], Result | None]:
-    """Answers, or the line that says why there are none."""
+def _asked(name: str, question: str, host: Host, target: Target) -> tuple[dict[int, str], Result | None]:
+    """Answers by device, or the line that says why there are none."""
     if not target.on_npu:
-        return [], skip(name, "no NPU wanted")
+        return {}, skip(name, "no NPU wanted")
     if target.nodes == 1:
-        return [], skip(name, "one server: its NPUs are connected inside")
-    answers = _each(host, target, f"-{question}")
-    if not answers or answers[0] is None:
-        return [], skip(name, "hccn_tool is not there: mount /usr/local/Ascend/driver/tools/hccn_tool")
-    return [answer.text if answer is not None and answer.status is not None else "" for answer in answers], None
+        return {}, skip(name, "one server: its NPUs are connected inside")
+    answers = each(host, target, f"-{question}")
+    if not answers or next(iter(answers.values())) is None:
+        return {}, skip(name, "hccn_tool is not there: mount /usr/local/Ascend/driver/tools/hccn_tool")
+    said = {n: a.text if a is not None and a.status is not None else "" for n, a in answers.items()}
+    return said, None
 
 
 def _fault(target: Target) -> Callable[[str, str, str, str], Result]:
@@ -203,7 +228,7 @@ def link(host: Host, target: Target) -> Result:
     answers, instead = _asked(name, "link", host, target)
     if instead:
         return instead
-    down = [n for n, text in enumerate(answers) if "link status: UP" not in text]
+    down = [n for n, text in answers.items() if "link status: UP" not in text]
     if down:
         return _fault(target)(
             name,
@@ -220,11 +245,11 @@ def net_health(host: Host, target: Target) -> Result:
     answers, instead = _asked(name, "net_health", host, target)
     if instead:
         return instead
-    states = [
-        match[1].strip() if (match := re.search(r"net health status:\s*([\w ]+)", text)) else "no answer"
-        for text in answers
-    ]
-    ill = [f"device {n}: {state}" for n, state in enumerate(states) if state not in ("Success", "Init")]
+    states = {}
+    for n, text in answers.items():
+        match = re.search(r"net health status:\s*([\w ]+)", text)
+        states[n] = match[1].strip() if match else "no answer"
+    ill = [f"device {n}: {state}" for n, state in states.items() if state not in ("Success", "Init")]
     if ill:
         return _fault(target)(
             name,
@@ -232,7 +257,7 @@ def net_health(host: Host, target: Target) -> Result:
             "Success",
             "check gateway and probe address: hccn_tool -i N -gateway -g, -netdetect -g",
         )
-    if "Init" in states:
+    if "Init" in states.values():
         return good(name, "Init: no probe address is set (hccn_tool -netdetect), which is no fault")
     return good(name, f"{len(answers)} Success")
 
@@ -243,7 +268,7 @@ def tls(host: Host, target: Target) -> Result:
     answers, instead = _asked(name, "tls", host, target)
     if instead:
         return instead
-    switches = tls_switches(answers)
+    switches = tls_switches(list(answers.values()))
     if None in switches:
         return skip(name, f"not told for device {switches.index(None)}")
     if len(set(switches)) > 1:
@@ -269,8 +294,8 @@ def address(host: Host, target: Target) -> Result:
     answers, instead = _asked(name, question, host, target)
     if instead:
         return instead
-    found = addresses(answers)
-    without = [n for n, one in enumerate(found) if one is None]
+    numbers, found = list(answers), addresses(list(answers.values()))
+    without = [n for n, one in zip(numbers, found, strict=True) if one is None]
     if without:
         said = " ".join(answers[without[0]].split()) or "no answer"
         return bad(

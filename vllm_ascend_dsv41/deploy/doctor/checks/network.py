@@ -67,6 +67,8 @@ def route(host: Host, target: Target) -> Result:
     if target.nodes == 1 or not node.nic or node.local_ip == node.node0_ip:
         return skip(name, "node 0, or one server")
     ways, complaint = _json(host, "ip", "-j", "route", "get", node.node0_ip)
+    if ways is None and "not installed" in complaint:
+        return skip(name, complaint)
     if not ways:
         return bad(
             name,

@@ -14,7 +14,7 @@ from vllm_ascend_dsv41.deploy.plan import device as devices
 from vllm_ascend_dsv41.deploy.plan import plan
 from vllm_ascend_dsv41.deploy.plan.cache import Caches, blocks_per_request
 from vllm_ascend_dsv41.deploy.plan.device import GIB
-from vllm_ascend_dsv41.deploy.plan.memory import released_config
+from vllm_ascend_dsv41.deploy.plan.model import released_config
 from vllm_ascend_dsv41.deploy.plan.weights import Division, by_kind, per_rank
 from vllm_ascend_dsv41.deploy.recipe import load, names
 from vllm_ascend_dsv41.quant import Weights

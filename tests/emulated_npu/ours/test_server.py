@@ -1,5 +1,6 @@
 """`dsv41 serve` on the emulated device: the server's own processes, over HTTP, started with graphs and drafts."""
 
+import json
 import re
 import urllib.request
 
@@ -18,16 +19,25 @@ OPTIONS = (
     *("--speculative-config", '{"method": "dspark", "num_speculative_tokens": 5}'),
 )
 
+ENVIRONMENT = {"VLLM_PLUGINS": PLUGINS, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
 
 def test_requests_over_http(converted, tmp_path, monkeypatch):
     model = converted("a", "w8a8")
     monkeypatch.setattr("vllm_ascend_dsv41.deploy.demo.REQUEST", {**_short(), "model": SERVED_NAME})
     with Server(
-        model, OPTIONS, tmp_path / "log", env={"VLLM_PLUGINS": PLUGINS, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        model, OPTIONS, tmp_path / "log", env={**ENVIRONMENT, "DSV41_STARTUP_REPORT": str(tmp_path / "ready.json")}
     ) as server:
         prompt, tokens = _requests(server)
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
+        log = server.log.read_text(errors="replace")
+    report = json.loads((tmp_path / "ready.json").read_text())
+    assert "ready to serve:" in log
+    assert report["graphs"] == {"mode": "FULL_DECODE_ONLY", "sizes": [6, 12]}
+    assert report["draft"] == "DSpark, 5 tokens"
+    assert "sparse_attention" in report["operators"]["npu"]
+    assert report["cache"]["blocks"] == 128
     result = compare_with_reference(model, prompt, tokens)
     assert result.worst_gap <= NEAR_TIE
     assert result.equal >= 0.7 * result.total  # of 24: fewer than the demo's 256, so that one counts for more

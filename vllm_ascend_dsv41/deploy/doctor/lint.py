@@ -196,7 +196,7 @@ def lint(path: str) -> list[Result]:
         raise LaunchError(f"{path}: not a script")
     last = [_targets(script, 0)[-1]]
     every = _targets(script, 0)
-    size, local = last[0].number("data-parallel-size", 1), last[0].number("data-parallel-size-local", 1)
+    size, local = last[0].number("data-parallel-size", 1), last[0].local
     by_ray = last[0].options.get("data-parallel-backend") == "ray"  # which starts all engines from node 0
     alone = by_ray or "data-parallel-size-local" not in last[0].options
     nodes = 1 if alone else min(size // max(local, 1), MOST_NODES)

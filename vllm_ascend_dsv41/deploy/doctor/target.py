@@ -8,7 +8,7 @@ from typing import Any
 
 from ..fingerprint import SECRET
 from ..launch import Node, command, json_option, parse_options
-from ..recipe import Recipe, Sourced
+from ..recipe import Recipe, Sourced, parse_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,14 @@ class Target:
     """Without a recipe: whether this machine has NPUs."""
 
     @property
+    def local(self) -> int:
+        """Data-parallel replicas of this node: all where nothing else is said, as in vLLM."""
+        return max(self.number("data-parallel-size-local", self.number("data-parallel-size", 1)), 1)
+
+    @property
     def nodes(self) -> int:
         """Servers of the deployment, by what the options say."""
-        return max(self.number("data-parallel-size", 1) // max(self.number("data-parallel-size-local", 1), 1), 1)
+        return max(self.number("data-parallel-size", 1) // self.local, 1)
 
     def number(self, name: str, default: int) -> int:
         """A whole number among the options; the default where it is none."""
@@ -45,7 +50,7 @@ class Target:
     @property
     def devices(self) -> int:
         """Devices that this node's ranks take."""
-        return self.number("data-parallel-size-local", 1) * self.number("tensor-parallel-size", 1)
+        return self.local * self.number("tensor-parallel-size", 1)
 
     @property
     def on_npu(self) -> bool:
@@ -92,7 +97,7 @@ def as_recipe(recipe: Recipe, target: Target) -> Recipe:
     changed = place.model_copy(
         update={
             "data_parallel_size": Sourced(value=target.number("data-parallel-size", 1), source="--set"),
-            "data_parallel_size_local": Sourced(value=target.number("data-parallel-size-local", 1), source="--set"),
+            "data_parallel_size_local": Sourced(value=target.local, source="--set"),
             "tensor_parallel_size": Sourced(value=target.number("tensor-parallel-size", 1), source="--set"),
             "expert_parallel": Sourced(value=bool(options.get("enable-expert-parallel", False)), source="--set"),
         }
@@ -105,6 +110,4 @@ def as_recipe(recipe: Recipe, target: Target) -> Recipe:
 
 
 def _typed(value: Any) -> Any:
-    from ..recipe import parse_value
-
     return parse_value(value) if isinstance(value, str) else value

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...quant import Layout, identify, read_config
-from ...quant.checkpoint import open_checkpoint
-from ...quant.inventory import Weights
-from ...quant.rotation import FILE as ROTATION_FILE
-from ...quant.rotation import read_block
 from ..recipe import Recipe, RecipeError
 from . import device as devices
 from .activations import Activations, activations
 from .cache import Caches, Groups, blocks_per_request
 from .device import GIB, MIB
+from .divisions import divisions
+from .model import Model, released
 from .published import comparisons, official_token_bytes
-from .weights import Division, Tensors, by_kind, official_kinds, official_per_rank, per_rank, table_bytes
+from .weights import Division, official_kinds, official_per_rank, per_rank, table_bytes
 
 COMPUTED, ESTIMATED = "computed", "estimated"
 PROCESS = 3 * GIB  # of host memory: a rank's Python, PyTorch and CANN
@@ -51,6 +45,7 @@ class MemoryPlan:
     rank: list[Part]
     host: list[Part]
     host_available: int
+    host_limits: dict[str, Any]
     cache: dict[str, Any]
     graphs: dict[str, Any]
     exchange: dict[str, Any]
@@ -67,45 +62,6 @@ class MemoryPlan:
     def as_json(self) -> dict[str, Any]:
         """Everything, for other programs."""
         return {**asdict(self), "fits": self.fits}
-
-
-def released_config() -> dict[str, Any]:
-    """Config of the released DeepSeek-V4.1-Flash, as far as sizes go."""
-    text = (files(__package__) / "released.json").read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text)
-    return config
-
-
-@dataclass(frozen=True)
-class Model:
-    """The checkpoint that is planned for."""
-
-    name: str
-    config: Mapping[str, Any]
-    weights: Weights
-    rotated: bool
-
-    @cached_property
-    def tensors(self) -> Tensors:
-        """Its inventory, by kind."""
-        return by_kind(self.config)
-
-    @classmethod
-    def of(cls, path: Path | None, kind: str) -> Model:
-        """From a directory, or the released sizes. Raises CheckpointError: no checkpoint, or of the other kind."""
-        if path is None:
-            return released()
-        if kind == "official" or identify(path) is Layout.OFFICIAL:
-            return cls(str(path), read_config(path), Weights.W8A8, False)
-        checkpoint = open_checkpoint(path)
-        block = read_block(path / ROTATION_FILE, checkpoint.config["text_config"]["hidden_size"])
-        return cls(str(path), checkpoint.config, checkpoint.weights or Weights.W8A8, block is not None)
-
-
-@cache
-def released() -> Model:
-    """The released model, converted by ``dsv41 quantize`` without rotation."""
-    return Model("DeepSeek-V4.1-Flash, released sizes", released_config(), Weights.W8A8, False)
 
 
 @cache
@@ -138,7 +94,7 @@ class _Planner:
             raise RecipeError(f"recipe {recipe.name}: block-size is {block}, expected an even number: 128")
         self.caches = Caches.of(model.config, recipe.device, block, self.draft)
         self.buffsize = recipe.count("HCCL_BUFFSIZE", 200)
-        self.problems = list(_divisions(recipe, self.text, self.engram))
+        self.problems = list(divisions(recipe, self.text, self.engram))
         self.notes: list[str] = []
         unused = place.number("devices_per_node") - self.local * self.tensor
         if recipe.checkpoint == "ascend" and unused > 0:
@@ -199,6 +155,15 @@ class _Planner:
         parts.append(Part("reserve", HOST_RESERVE, ESTIMATED, "page cache while weights load, the rest of the machine"))
         return parts
 
+    def _host_limits(self, needed: int) -> dict[str, Any]:
+        """What a container must be allowed. The tables are no file: /dev/shm holds vLLM's and HCCL's messages only."""
+        ranks = self.local * self.tensor
+        return {
+            "control_group_gib": -(-needed // GIB),
+            "dev_shm_gib": f"{ranks} at least, one per rank by estimate; the guide gives 512",
+            "locked_memory": "unlimited" if self.offload and self.recipe.device == "npu" else "as it is",
+        }
+
     def plan(self) -> MemoryPlan:
         """Everything."""
         work = activations(
@@ -251,6 +216,7 @@ class _Planner:
             parts,
             host,
             available,
+            self._host_limits(needed),
             cache,
             self._graphs(),
             self._exchange(),
@@ -272,8 +238,14 @@ class _Planner:
             "by_cache": {
                 page.name: page.bytes for page in [*self.caches.compressed, *self.caches.window, *self.caches.ring]
             },
-            "window_blocks_per_sequence": self._needed(length)
-            - self.caches.groups.compressed * -(-length // self.caches.block_size),
+            "sequence_bytes": {
+                "compressed": groups.compressed * -(-length // self.caches.block_size) * groups.block_bytes,
+                "window": (
+                    self._needed(length) - groups.compressed * -(-length // self.caches.block_size) - groups.ring
+                )
+                * groups.block_bytes,
+                "ring": groups.ring * groups.block_bytes,
+            },
             "blocks": blocks,
             "blocks_per_longest_sequence": self._needed(length),
             "bytes_per_longest_sequence": self._needed(length) * groups.block_bytes,
@@ -449,38 +421,6 @@ class _Planner:
                 "so little "
                 "(0.94 utilisation); lower --gpu-memory-utilization"
             )
-
-
-def _divisions(recipe: Recipe, text: Mapping[str, Any], engram: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot be divided: the server refuses it, too (``platform.refusals``)."""
-    place = recipe.topology
-    tensor, data = place.number("tensor_parallel_size"), place.number("data_parallel_size")
-    columns = (text.get("engram_max_ngram_size", 1) - 1) * text.get("engram_n_heads", 0)
-    if recipe.checkpoint != "ascend":
-        return
-    split = {
-        "num_attention_heads": text["num_attention_heads"],
-        "o_groups": text["o_groups"],
-        "moe_intermediate_size": text["moe_intermediate_size"],
-        "(hc_mult + 1) * hidden_size": (text["hc_mult"] + 1) * text["hidden_size"] if columns else 0,
-        "the Engram hash columns": columns,
-    }
-    wrong = [f"{name} = {value}" for name, value in split.items() if value % tensor]
-    if wrong:
-        yield f"tensor_parallel_size {tensor} does not divide {', '.join(wrong)}; use 8, 4, 2 or 1"
-    elif engram.get("embedding_across_dp") and columns % (tensor * place.number("data_parallel_size_local")):
-        yield (
-            f"{columns} Engram hash columns cannot be divided among {tensor} tensor-parallel ranks of "
-            f"{place.number('data_parallel_size_local')} replicas; share one copy instead "
-            "(dp_shared_memory), or choose another tensor_parallel_size"
-        )
-    if engram.get("embedding_across_dp") and recipe.device == "npu":
-        yield "embedding_across_dp is not there on NPUs; use dp_shared_memory, one copy per node"
-    if place.expert_parallel.value and text["n_routed_experts"] % (tensor * data):
-        yield f"{text['n_routed_experts']} experts cannot be divided among {tensor * data} ranks"
-    draft, block = recipe.draft_tokens, text.get("dspark_block_size", 1)
-    if draft % block:
-        yield f"num_speculative_tokens {draft}: drafts come in blocks of {block} (dspark_block_size); use {block}"
 
 
 def _share(recipe: Recipe) -> float:

@@ -17,6 +17,7 @@ def text(plan: MemoryPlan) -> str:
     lines = [f"{plan.recipe}: {plan.shape}, {plan.model}", "", "One rank, GiB of device memory"]
     lines += _parts(plan.rank)
     lines += ["", f"One node, GiB of host memory ({plan.host_available / GIB:.0f} there)", *_parts(plan.host)]
+    lines += ["", "A container of the node", *_facts(plan.host_limits)]
     lines += ["", "Key-value cache", *_facts(plan.cache)]
     lines += ["", "Decode graphs", f"  {len(plan.graphs['sizes'])} sizes: {_short(plan.graphs['sizes'])}"]
     if plan.exchange:

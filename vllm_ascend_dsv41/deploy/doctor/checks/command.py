@@ -55,7 +55,7 @@ def start_rank(host: Host, target: Target) -> Result:
 def ranks(host: Host, target: Target) -> Result:
     """Ranks must tile 0 to data-parallel-size - 1: this node's part of it."""
     name = "ranks"
-    size, local = target.number("data-parallel-size", 1), target.number("data-parallel-size-local", 1)
+    size, local = target.number("data-parallel-size", 1), target.local
     first = target.number("data-parallel-start-rank", 0)
     expected = target.node.rank * local
     if size % max(local, 1) or first + local > size:
@@ -178,7 +178,7 @@ def engram_options(host: Host, target: Target) -> Result:
     if engram.get("dp_shared_memory") and engram.get("embedding_across_dp"):
         return bad(name, "dp_shared_memory and embedding_across_dp", "one of them", "keep dp_shared_memory")
     offload = engram.get("cpu_offload", True)
-    local = target.number("data-parallel-size-local", 1)
+    local = target.local
     if target.on_npu and not engram:
         return warn(
             name,
@@ -384,7 +384,7 @@ def tiling(targets: Iterable[Target]) -> Result:
     for target in targets:
         size = target.number("data-parallel-size", 1)
         first = target.number("data-parallel-start-rank", 0)
-        local = min(target.number("data-parallel-size-local", size), MOST_RANKS)
+        local = min(target.local, MOST_RANKS)
         for rank in range(first, first + local):
             held[rank] = held.get(rank, 0) + 1
     twice = [rank for rank, count in held.items() if count > 1]

@@ -73,8 +73,7 @@ def device_files(host: Host, target: Target) -> Result:
         return bad(
             name,
             f"{len(there)} of /dev/davinci0 to {wanted - 1}: {there}",
-            f"{wanted}: {target.number('data-parallel-size-local', 1)} replicas of "
-            f"{target.number('tensor-parallel-size', 1)}",
+            f"{wanted}: {target.local} replicas of {target.number('tensor-parallel-size', 1)}",
             f"start the container with --device /dev/davinciN for N from 0 to {wanted - 1} (docker/)",
         )
     missing = [entry for entry in ("davinci_manager", "devmm_svm", "hisi_hdc") if entry not in host.names("/dev")]

@@ -230,6 +230,9 @@ class _Planner:
 
     def _cache(self, groups: Groups, blocks: int) -> dict[str, Any]:
         length = min(self.longest, self.text["max_position_embeddings"])
+        rows = groups.compressed * -(-length // self.caches.block_size)
+        window = self._needed(length) - rows - groups.ring
+        of_a_sequence = {"compressed": rows, "window": window, "ring": groups.ring}
         return {
             "block_tokens": self.caches.block_size,
             "block_bytes": groups.block_bytes,
@@ -238,14 +241,7 @@ class _Planner:
             "by_cache": {
                 page.name: page.bytes for page in [*self.caches.compressed, *self.caches.window, *self.caches.ring]
             },
-            "sequence_bytes": {
-                "compressed": groups.compressed * -(-length // self.caches.block_size) * groups.block_bytes,
-                "window": (
-                    self._needed(length) - groups.compressed * -(-length // self.caches.block_size) - groups.ring
-                )
-                * groups.block_bytes,
-                "ring": groups.ring * groups.block_bytes,
-            },
+            "sequence_bytes": {name: count * groups.block_bytes for name, count in of_a_sequence.items()},
             "blocks": blocks,
             "blocks_per_longest_sequence": self._needed(length),
             "bytes_per_longest_sequence": self._needed(length) * groups.block_bytes,

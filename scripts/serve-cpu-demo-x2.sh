@@ -31,6 +31,10 @@ if ! [[ $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]] || ((NODE_RANK > 1)); then
     echo "$(basename "$0"): NODE_RANK is '$NODE_RANK': there are nodes 0 to 1" >&2
     exit 2
 fi
+if { ((NODE_RANK == 0)) && [[ $LOCAL_IP != "$NODE0_IP" ]]; } || { ((NODE_RANK > 0)) && [[ $LOCAL_IP == "$NODE0_IP" ]]; }; then
+    echo "$(basename "$0"): NODE_RANK $NODE_RANK with LOCAL_IP $LOCAL_IP and NODE0_IP $NODE0_IP: equal on node 0 only" >&2
+    exit 2
+fi
 
 export VLLM_ENGINE_READY_TIMEOUT_S="${VLLM_ENGINE_READY_TIMEOUT_S:-3600}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"

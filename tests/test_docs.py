@@ -20,6 +20,7 @@ from vllm_ascend_dsv41.deploy.serve import Own
 ROOT = Path(__file__).parents[1]
 PAIRS = [
     ("README.md", "README.zh.md"),
+    ("docs/index.md", "docs/zh/index.md"),
     ("docs/deployment.md", "docs/zh/deployment.md"),
     ("docs/quantisation.md", "docs/zh/quantisation.md"),
     ("docs/troubleshooting.md", "docs/zh/troubleshooting.md"),

@@ -136,6 +136,8 @@ def test_serve_from_the_recipe_is_the_script(name, rank, capsys, monkeypatch):
         ({}, "NODE_RANK is '<NODE_RANK>': set it"),
         ({"NODE_RANK": "0", "NODE0_IP": "<NODE0_IP>"}, "NODE0_IP is '<NODE0_IP>'"),
         ({"NODE_RANK": "2", **NODE, "LOCAL_IP": "10.0.0.2"}, "NODE_RANK is '2': there are nodes 0 to 1"),
+        ({"NODE_RANK": "1", **NODE, "LOCAL_IP": "10.0.0.1"}, "equal on node 0 only"),
+        ({"NODE_RANK": "0", **NODE, "LOCAL_IP": "10.0.0.2"}, "equal on node 0 only"),
         ({"NODE_RANK": "01", **NODE, "LOCAL_IP": "10.0.0.2"}, "NODE_RANK is '01'"),
         ({"NODE_RANK": "one", **NODE, "LOCAL_IP": "10.0.0.2"}, "NODE_RANK is 'one'"),
         ({"NODE_RANK": "0", **NODE, "LOCAL_IP": "10.0.0.1", "MODEL_PATH": ""}, "MODEL_PATH is '<YOUR_MODEL_PATH>'"),

@@ -59,20 +59,23 @@ def doctor(
         raise LaunchError("doctor: a command and --peers need a RECIPE; `dsv41 plan --list` shows them")
     else:
         target = Target(None, node, {}, host.environment, model, npu=bool(nodes_of(host)))
+    name = f"{node.rank}" + (f" ({node.local_ip})" if node.local_ip else "")
     results = examine(host, target)
     if image is not None:
         results.append(image_there(host, image))
+    if meet and not as_json:
+        print(text(results, name), flush=True)  # others may let us wait
+    own = len(results)
     if meet:
 
         def say(line: str) -> None:
             print(f"dsv41 doctor: {line}", file=sys.stderr, flush=True)
 
         results += peers.meet(host, target, [r.check for r in results if r.status is Status.FAIL], wait, say)
-    name = f"{node.rank}" + (f" ({node.local_ip})" if node.local_ip else "")
     if as_json:
         print(json.dumps(_report(results, name, target, host), indent=1))
     else:
-        print(text(results, name))
+        print(text(results[own:], "") if meet else text(results, name))
     return int(failed(results))
 
 

@@ -59,6 +59,7 @@ def _host(
                 open_ones.enter_context(listen(address, watch_port(port)))
             except (OSError, OverflowError) as error:
                 return [_unreachable(f"{address}:{port}: {error}", "ports of node 0 that can be listened on")], []
+            say(f"waiting up to {wait:.0f} s for {target.nodes - 1} other nodes to run the same")
             while len(met) < target.nodes - 1:
                 listener.settimeout(max(min(deadline - time.monotonic(), 10.0), 0.01))
                 try:

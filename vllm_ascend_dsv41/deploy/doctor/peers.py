@@ -30,18 +30,19 @@ def meet(host: Host, target: Target, failures: Sequence[str], wait: float, say: 
     until all must have come."""
     if target.nodes == 1:
         return [skip("peers", "one server")]
-    own = {
+    devices = device_addresses(host, target)
+    own: dict[str, Any] = {
         "rank": target.node.rank,
         "local_ip": target.node.local_ip,
         "failures": list(failures),
         "facts": facts(host, target),
-        "devices": device_addresses(host, target),
+        "devices": devices,
     }
     if target.node.rank == 0:
         results, everyone = _host(target, own, wait, say)
     else:
         results, everyone = _visit(target, own, wait, say)
-    return results + _pings(host, target, own["devices"], everyone)
+    return results + _pings(host, target, devices, everyone)
 
 
 def _host(

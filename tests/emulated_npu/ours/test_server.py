@@ -31,9 +31,7 @@ def test_requests_over_http(converted, tmp_path, monkeypatch):
         prompt, tokens = _requests(server)
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
-        log = server.log.read_text(errors="replace")
     report = json.loads((tmp_path / "ready.json").read_text())
-    assert "ready to serve:" in log
     assert report["graphs"] == {"mode": "FULL_DECODE_ONLY", "sizes": [6, 12]}
     assert report["draft"] == "DSpark, 5 tokens"
     assert "sparse_attention" in report["operators"]["npu"]

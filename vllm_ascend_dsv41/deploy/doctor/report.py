@@ -10,6 +10,8 @@ from typing import Any
 
 from ..launch import table
 
+WIDTH = 17  # of the longest name of a check: parts that are printed one after another stay in line
+
 
 class Status(Enum):
     """The words of ascend-dmi."""
@@ -57,7 +59,7 @@ def warn(check: str, found: str, expected: str, remedy: str) -> Result:
 
 def text(results: Sequence[Result], node: str) -> str:
     """A line per check, and what to do under those that are not PASS or SKIP."""
-    rows = table([(result.status.value, result.check, result.found) for result in results]).splitlines()
+    rows = table([(result.status.value, result.check.ljust(WIDTH), result.found) for result in results]).splitlines()
     lines = [f"node {node}"] if node else []
     for row, result in zip(rows, results, strict=True):
         lines.append(row)

@@ -129,7 +129,7 @@ def test_ports_that_are_taken_and_strangers():
 def test_a_node_that_speaks_nonsense(message):
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(together, "a3x2", target("a3x2", 0, port), wait=3.0)
+        first = pool.submit(together, "a3x2", target("a3x2", 0, port), wait=1.0)
         for _ in range(200):
             try:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:

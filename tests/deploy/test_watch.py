@@ -131,7 +131,7 @@ def test_a_port_that_accepts_and_says_nothing_is_waited_for(nodes):
     """Node 0 may still be in its doctor."""
     with socket.create_server(("127.0.0.1", nodes.port)):
         nodes.start(1, silence=0.5)
-        time.sleep(4)
+        time.sleep(2.5)
     nodes.start(0)
     nodes.says("0", "has joined")
     assert nodes.running["1"].poll() is None

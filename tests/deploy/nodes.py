@@ -163,6 +163,7 @@ def healthy(recipe: str = "a3x2", rank: int = 0) -> Recorded:
         "/proc/self/cgroup": "0::/docker/1234\n",
         "/sys/fs/cgroup/docker/1234/memory.max": "max\n",
         "/sys/fs/cgroup/docker/1234/memory.current": "1000000\n",
+        "/sys/fs/cgroup/docker/1234/memory.stat": "anon 1000000\nactive_file 0\ninactive_file 0\n",
         "/proc/self/status": "Name:\tpython\nCapEff:\t000001ffffffffff\n",
         "/proc/self/limits": "Limit                     Soft Limit           Hard Limit           Units\n"
         "Max open files            65535                65535                files\n"

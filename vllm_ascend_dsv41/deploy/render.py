@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from .launch import JEMALLOC, Item, Node, command, text_of
+from .launch import JEMALLOC, OF_THE_NODE, Item, Node, command, text_of
 from .recipe import LISTENING, load
 from .tables import documents
 
@@ -21,7 +21,6 @@ SCRIPTS = ("a3x2", "a2x4", "a3x1-offload", "cpu-demo-x2")
 CLUSTERS = ("a3x2", "a2x4")  # also for Kubernetes and Ray
 #: Options of the server whose value a shell variable holds.
 VARIABLES = {flag: name for name, flag in LISTENING.items()}
-OF_THE_NODE = ("headless", "data-parallel-start-rank")
 #: What the guide mounts: path, and what it is on the host.
 MOUNTS = (
     ("/usr/local/dcmi", "Directory"),
@@ -72,7 +71,7 @@ def _parts(name: str) -> dict[str, Any]:
             {"name": item.name, "value": text_of(item.value), "free": "$" not in text_of(item.value)}
             for item in launch.environment
         ],
-        "lines": [_line(item) for item in launch.flags if item.name not in OF_THE_NODE],
+        "lines": [_line(item) for item in launch.flags if item.name in VARIABLES or item.name not in OF_THE_NODE],
         "jemalloc": JEMALLOC,
     }
 

@@ -60,7 +60,7 @@ class Watch:
         self.failure: str | None = None
         self._common = {
             "options": fingerprint.options_of({k: v for k, v in options.items() if k != "model"}),
-            "versions": fingerprint.versions(),
+            "versions": fingerprint.of_the_software(),
             "checkpoint": fingerprint.checkpoint(str(options.get("model", ""))),
         }
         self._ended = threading.Event()

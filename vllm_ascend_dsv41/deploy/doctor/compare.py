@@ -48,7 +48,7 @@ def facts(host: Host, target: Target) -> dict[str, Any]:
     return {
         "options": {**fingerprint.options_of(target.options)},
         "environment": fingerprint.environment_of(target.environment),
-        "versions": fingerprint.versions(),
+        "versions": fingerprint.of_the_software(),
         "checkpoint": fingerprint.checkpoint(target.model) if target.model else {},
         "ascend": ascend,
         "network": {"NIC_NAME": target.node.nic, **{n: target.environment.get(n) for n in fingerprint.INTERFACES}},

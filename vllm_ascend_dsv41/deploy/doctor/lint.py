@@ -30,12 +30,13 @@ LARGEST = 1 << 20  # bytes of a script, and of what it makes the shell say
 #: the shell is switched off. In restricted mode nothing of it can be undone, and no output can be redirected.
 PRELUDE = """
 ended=
-say() {{
-    printf '{mark}\\0'; printf '%s\\0' "$@"
-    printf '{mark}environment\\0'; declare -px | tr_lines; printf '{mark}end\\0'
+say() {{ # a write for each word, with who says it: a server in the background speaks at the same time
+    local id=$BASHPID word line
+    for word in "$@"; do printf '{mark}%s:w:%s\\0' "$id" "$word"; done
+    declare -px | while IFS= read -r line; do printf '{mark}%s:e:%s\\0' "$id" "$line"; done
+    printf '{mark}%s:x:\\0' "$id"
     said=1
 }}
-tr_lines() {{ local line; while IFS= read -r line; do printf '%s\\0' "$line"; done; }}
 serving() {{
     local word
     [[ -z $ended ]] || return 0
@@ -123,14 +124,21 @@ def commands(script: str, rank: int) -> list[Command]:
     text = re.sub(r"(?<![\w./-])/[\w./-]*/(vllm|dsv41)(?=\s)", r"\1", text)
     body = PRELUDE.format(mark=MARK) + "unset DRY_RUN\nSKIP_DOCTOR=1\n" + without_output(text) + "\nwait\n"
     said, complaint = _evaluated(body, rank)
-    parts = said.split(f"{MARK}\0")[1:]
-    if not parts:
+    found: list[Command] = []
+    open_ones: dict[str, tuple[list[str], list[str]]] = {}
+    for item in said.split("\0"):
+        match = re.fullmatch(r"(\d+):([wex]):(.*)", item.rpartition(MARK)[2], re.DOTALL) if MARK in item else None
+        if match is None:
+            continue
+        words, lines = open_ones.setdefault(match[1], ([], []))
+        if match[2] == "x":
+            found.append((words, _variables(lines)))
+            del open_ones[match[1]]
+        else:
+            (words if match[2] == "w" else lines).append(match[3])
+    if not found:
         shown = f"; bash says: {complaint}" if complaint else ""
         raise LaunchError(f"no `vllm serve` and no `dsv41 serve` for node {rank}{shown}")
-    found = []
-    for part in parts:
-        words, _, rest = part.partition(f"{MARK}environment\0")
-        found.append((words.split("\0")[:-1], _variables(rest.partition(f"{MARK}end\0")[0])))
     return found
 
 
@@ -166,7 +174,7 @@ def _evaluated(body: str, rank: int) -> tuple[str, str]:
         said.seek(0)
         bad.seek(0)
         text = said.read().decode("utf-8", "replace")
-        if late and f"{MARK}end\0" not in text:
+        if late and ":x:" not in text:
             raise LaunchError(f"the script did not end within {TIMEOUT_S} s without its programs")
         return text, " ".join(bad.read().decode("utf-8", "replace").split())[:300]
 
@@ -175,10 +183,10 @@ def _bounded() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * LARGEST, 8 * LARGEST))
 
 
-def _variables(text: str) -> dict[str, str]:
+def _variables(lines: Sequence[str]) -> dict[str, str]:
     """Of ``declare -px``, without those of every shell."""
     found = {}
-    for line in text.split("\0"):
+    for line in lines:
         match = re.fullmatch(r"declare -\w*x\w* (\w+)=(?:\"(.*)\"|\$'(.*)')", line, re.DOTALL)
         if match and match[1] not in ("PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "LC_ALL", "_"):
             escaped = match[2] if match[2] is not None else match[3].encode().decode("unicode_escape")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...fingerprint import SECRET
+from ...fingerprint import SECRET, options_of
 from ...launch import PLACEHOLDER, LaunchError
 from ..host import Host
 from ..report import Result, bad, good, skip, warn
@@ -399,11 +399,10 @@ def tiling(targets: Iterable[Target]) -> Result:
     return good("tiling", f"ranks 0 to {size - 1}, each once")
 
 
-def same_options(targets: list[Mapping[str, Any]]) -> list[str]:
+def same_options(targets: Sequence[Mapping[str, Any]]) -> list[str]:
     """Options that differ between nodes although they must not."""
-    own = {"headless", "data-parallel-start-rank", "host", "port", "api-key"}
-    names = {name for options in targets for name in options if name not in own}
-    return sorted(name for name in names if len({repr(options.get(name)) for options in targets}) > 1)
+    common = [options_of(options) for options in targets]
+    return sorted({name for one in common for name in {**one, **common[0]} if one.get(name) != common[0].get(name)})
 
 
 __all__ = ["CHECKS", "WORDS_ONLY", "LaunchError", "same_options", "tiling"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
 
+from ....engram.limits import CAP_IPC_LOCK, control_group, maps_anonymous_memory
 from ....layer_plan import ConfigError
 from ....quant import CheckpointError
 from ...plan import plan as memory_plan
@@ -18,7 +19,6 @@ from ..report import Result, bad, good, skip, warn
 from ..target import Target, as_recipe
 
 SHM_PER_RANK, SHM_GOOD = GIB, 128 * GIB
-CAP_IPC_LOCK = 14
 _PLANS: WeakKeyDictionary[Target, tuple[MemoryPlan | None, str]] = WeakKeyDictionary()
 _PLANNING = Lock()
 
@@ -75,7 +75,9 @@ def host_memory(host: Host, target: Target) -> Result:
     available = re.search(r"^MemAvailable:\s*(\d+) kB", host.text("/proc/meminfo") or "", re.MULTILINE)
     if available:
         limits.append((int(available[1]) * 1024, "MemAvailable"))
-    limits += _cgroup(host)
+    group = control_group(read=_read(host))
+    if group is not None:
+        limits.append((group.bytes, f"control group, {group.limit}"))
     if not limits:
         return skip(name, "neither /proc/meminfo nor a control group can be read")
     least, what = min(limits)
@@ -93,28 +95,14 @@ def host_memory(host: Host, target: Target) -> Result:
     return good(name, f"{needed / GIB:.0f} of {least / GIB:.0f} GiB ({what})")
 
 
-def _cgroup(host: Host) -> list[tuple[int, str]]:
-    """Limits of the control groups of this process, version 2 and 1."""
-    found = []
-    for line in (host.text("/proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            root, limit, usage = "/sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        folder = path.rstrip("/")
-        while True:
-            allowed, used = host.text(f"{root}{folder}/{limit}"), host.text(f"{root}{folder}/{usage}")
-            if allowed and allowed.strip().isdecimal() and int(allowed) < 1 << 60:
-                used_bytes = int(used) if used and used.strip().isdecimal() else 0
-                found.append((max(int(allowed) - used_bytes, 0), f"control group {root}{folder}/{limit}"))
-            if not folder:
-                break
-            folder = folder.rpartition("/")[0]
-    return found
+def _read(host: Host) -> Callable[[Path], str]:
+    def read(path: Path) -> str:
+        text = host.text(str(path))
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
+
+    return read
 
 
 def shared_memory(host: Host, target: Target) -> Result:
@@ -149,12 +137,8 @@ def registration(host: Host, target: Target) -> Result:
     if not target.on_npu or not target.json("engram-config").get("cpu_offload", True):
         return skip(name, "no tables in host memory that a device reads")
     kernel = (host.text("/proc/sys/kernel/osrelease") or "").strip()
-    numbers = re.match(r"(\d+)\.(\d+)", kernel)
-    if (
-        numbers
-        and (int(numbers[1]), int(numbers[2])) <= (5, 10)
-        and target.json("engram-config").get("dp_shared_memory")
-    ):
+    old = kernel and not maps_anonymous_memory(kernel)
+    if old and target.json("engram-config").get("dp_shared_memory"):
         return bad(
             name,
             f"kernel {kernel}",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
+from ....versions import installed
 from ..host import Host
 from ..report import Result, bad, good, skip, warn
 from ..target import Target
@@ -134,14 +134,6 @@ def packages(host: Host, target: Target) -> Result:
             name, ", ".join(wrong), expected, "use the image named in docker/, or install the versions of the recipe"
         )
     return good(name, ", ".join(found))
-
-
-def installed(package: str) -> str | None:
-    """Version of a distribution."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def release(text: str) -> str:

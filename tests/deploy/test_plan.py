@@ -24,7 +24,7 @@ from vllm_ascend_dsv41.quant.inventory import Kind, inventory
 def test_the_released_sizes_are_those_of_the_inventory():
     config = released_config()
     assert {name: config["text_config"][name] for name in RELEASED["text_config"]} == RELEASED["text_config"]
-    assert config["vision_config"] == RELEASED["vision_config"]
+    assert {name: config["vision_config"][name] for name in RELEASED["vision_config"]} == RELEASED["vision_config"]
 
 
 def test_published_figures_are_reproduced():
@@ -188,6 +188,10 @@ def test_every_parameter_is_on_the_ranks_once():
     assert eight["routed experts"] * 8 == whole["routed experts"]
     assert eight["shared experts"] * 8 == whole["shared experts"]
     assert eight["compressors and indexers"] == whole["compressors and indexers"]
+    # with 16 heads, all but norms, patches and the biases that are added once
+    towers = [per_rank(tensors, text, Weights.W8A8, Division(8, tower=n)).get("vision tower", 0) for n in (0, 1, 8)]
+    assert towers[0] == 0
+    assert towers[1] / 8 < towers[2] < towers[1] / 7.8
     assert whole["attention"] / 8 < eight["attention"] < whole["attention"]
     assert per_rank(tensors, text, Weights.W8A8, Division(8, 32))["routed experts"] * 32 == sum(
         spec.shape[0] * (spec.shape[1] + 4) for spec in inventory(config) if spec.kind is Kind.EXPERT

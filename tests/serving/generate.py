@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import sys
 
+from PIL import Image
+
 
 def main() -> None:
-    """stdin: {"model", "options", "prompts", "tokens"}; last line of stdout: the result."""
+    """stdin: {"model", "options", "prompts", "tokens"}, and "pictures" of each prompt, files in base64; last line of
+    stdout: the result."""
     from vllm import LLM, SamplingParams
 
     job = json.load(sys.stdin)
@@ -15,7 +20,12 @@ def main() -> None:
         model=job["model"], quantization="ascend", tokenizer_mode="deepseek_v41", block_size=128, **job["options"]
     )
     sampling = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, logprobs=5)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    for prompt, files in zip(asked, job.get("pictures") or [[]] * len(asked), strict=True):
+        if files:
+            pictures = [Image.open(io.BytesIO(base64.b64decode(file))) for file in files]
+            prompt["multi_modal_data"] = {"image": pictures}
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
     result = [
         {
             "tokens": list(output.outputs[0].token_ids),

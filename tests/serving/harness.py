@@ -133,11 +133,15 @@ class Engine:
         """Queue a request; greedy unless ``sampling`` says otherwise. Returns its name."""
         from vllm import SamplingParams
 
-        name = f"test{next(self._numbers)}"
+        name = self.name()
         self.results[name] = Result(list(prompt))
         options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
         self.core.add_request(name, {"prompt_token_ids": list(prompt)}, SamplingParams(**options))
         return name
+
+    def name(self) -> str:
+        """Of another request."""
+        return f"test{next(self._numbers)}"
 
     def budget(self, tokens: int) -> None:
         """How many tokens the scheduler may put into a step from now on."""

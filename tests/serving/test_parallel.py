@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from serving.pictures import of_golden
 from vllm_ascend_dsv41.deploy.server import Server
 from vllm_ascend_dsv41.reference import Grid, State
 
@@ -31,10 +33,10 @@ MODES = {
 DRAFTS = {"method": "dspark", "num_speculative_tokens": 5, "enforce_eager": True}
 
 
-def generate(model: Path, options: dict, prompts: list[list[int]]) -> list[dict]:
+def generate(model: Path, options: dict, prompts: list[list[int]], **more) -> list[dict]:
     """Tokens and log probabilities from a fresh process."""
     common = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 8}
-    job = {"model": str(model), "options": {**common, **options}, "prompts": prompts, "tokens": TOKENS}
+    job = {"model": str(model), "options": {**common, **options}, "prompts": prompts, "tokens": TOKENS, **more}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("generate.py"))],
         input=json.dumps(job),
@@ -64,6 +66,32 @@ def test_tokens_in_float32(converted, reference, prompts, mode):
         for step, found in enumerate(result["logprobs"]):
             for token, value in found.items():
                 assert abs(value - float(best[step, int(token)])) < 1e-3
+
+
+@pytest.mark.parametrize("tower", ["weights", "data"])
+def test_pictures(converted, reference, golden, tower):
+    """The tower divided among two ranks, or the pictures among its two copies: the reference's tokens."""
+    directory = converted("a", "bf16")
+    model, asked, files, wanted = reference(directory), [], [], []
+    for number in (1, 2):
+        inputs, exact = golden("a", f"image_{number}.official"), golden("a", f"image_{number}.exact-fp32")
+        prompt = of_golden(exact, inputs)
+        asked.append(prompt.short)
+        files.append([base64.b64encode(inputs[f"image{k}.png"].numpy().tobytes()).decode() for k in range(number)])
+        encoded = []
+        for k in range(number):
+            grid = tuple(inputs[f"image{k}.vit_grid"].tolist())
+            encoded.append(model.vision.align(model.vision.tower(inputs[f"image{k}.patches"].float(), grid), grid))
+        wanted.append((prompt, encoded))
+    options = {"dtype": "float32", "mm_encoder_tp_mode": tower, **MODES["tp2"]}
+    for (prompt, encoded), result in zip(wanted, generate(directory, options, asked, pictures=files), strict=True):
+        tokens = torch.tensor(prompt.full + result["tokens"][:-1])
+        types = torch.cat((prompt.types, torch.full((len(tokens) - len(prompt.types),), -1)))
+        logits = model(tokens, State(), model.merge_images(tokens, types, encoded)).logits[len(prompt.full) - 1 :]
+        assert result["tokens"] == logits.argmax(-1).tolist()
+        best = logits.log_softmax(-1)
+        for step, found in enumerate(result["logprobs"]):
+            assert all(abs(value - float(best[step, int(token)])) < 1e-3 for token, value in found.items())
 
 
 @pytest.mark.parametrize("mode", MODES)

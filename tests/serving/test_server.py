@@ -25,6 +25,11 @@ REFUSED = {
     "offloading": (["--kv-offloading-size", "1"], "--kv-offloading-size"),
     "ranks": (["--tensor-parallel-size", "8"], "--tensor-parallel-size 8: must divide o_groups = 4"),
     "lora": (["--enable-lora"], "--enable-lora: LoRA is not supported"),
+    "no tower, and divided": (
+        ["--language-model-only", "--mm-encoder-tp-mode", "data"],
+        "--language-model-only with --mm-encoder-tp-mode data",
+    ),
+    "image embeddings": (["--enable-mm-embeds"], "--enable-mm-embeds"),
     "fp8 cache": (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8: rows are kept in the model's dtype"),
     "odd block": (["--block-size", "33"], "--block-size 33: must be a multiple of 2"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,23 @@ from ..ops import hc_collapse
 from ..quant import Checkpoint, open_checkpoint
 from ..quant.rotation import FILE as ROTATION_FILE
 from ..quant.rotation import read_block
-from ..upstream import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding, get_forward_context
+from ..upstream import (
+    IMAGE_PLACEHOLDER,
+    MULTIMODAL_REGISTRY,
+    DeepseekV4VLDummyInputsBuilder,
+    DeepseekV4VLProcessingInfo,
+    LogitsProcessor,
+    ParallelLMHead,
+    SupportsMultiModal,
+    VocabParallelEmbedding,
+    get_forward_context,
+)
 from .compressor import Compressor
 from .dspark import Draft
 from .engram import Engram
 from .engram_memory import EngramMemory
+from .image_processor import ImageProcessor
+from .images import Images, takes_images
 from .layer import Layer, spread
 from .parameters import Norm
 from .step import Rope, Step
@@ -90,15 +102,26 @@ class Backbone(nn.Module):
         return self.norm(hc_collapse(streams, pre))
 
 
-class DeepseekV41ForCausalLM(nn.Module):
-    """The class that vLLM's registry knows. Loads Ascend checkpoints (``--quantization ascend``)."""
+@MULTIMODAL_REGISTRY.register_processor(
+    ImageProcessor, info=DeepseekV4VLProcessingInfo, dummy_inputs=DeepseekV4VLDummyInputsBuilder
+)
+class DeepseekV41ForCausalLM(nn.Module, SupportsMultiModal):  # type: ignore[misc]
+    """The class that vLLM's registry knows. Loads Ascend checkpoints (``--quantization ascend``).
+
+    Tokens of pictures come as embeddings, and their ids beside them: routers and Engram ask which tokens are images.
+    """
 
     allow_patterns_overrides = ("quant_model_weights*.safetensors",)
+    requires_raw_input_tokens = True
+    supports_encoder_tp_data = True
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.checkpoint = open_checkpoint(vllm_config.model_config.model)
+        self.images: Images | None = None
+        if takes_images(vllm_config.model_config):
+            self.images = Images(config, vllm_config.model_config.dtype)
         self.model = Backbone(vllm_config, self.checkpoint, f"{prefix}.model" if prefix else "model")
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -115,9 +138,32 @@ class DeepseekV41ForCausalLM(nn.Module):
         """How many earlier token ids of each request the runner must supply."""
         return 0 if self.model.engram is None else self.model.engram.hash.lookback
 
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """[T] -> [T, D]."""
-        return self.model.embed_tokens(input_ids)
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        """What stands for a picture in a prompt's text."""
+        if modality != "image":
+            raise ValueError(f"DeepSeek-V4.1 reads text and images, not {modality}")
+        return str(IMAGE_PLACEHOLDER)
+
+    def embed_multimodal(self, **inputs: Any) -> Sequence[Tensor]:
+        """vLLM's call: spans of pictures, each [tokens of it, D]; see ``Images.forward``."""
+        if self.images is None or inputs.get("patches") is None:
+            return []
+        spans: Sequence[Tensor] = self.images(inputs["patches"], inputs["vit_grid"], inputs["types"])
+        return spans
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Sequence[Tensor] | None = None,
+        *,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """[T] -> [T, D]. ``multimodal_embeddings``: of the tokens that ``is_multimodal`` [T] marks, in their order."""
+        x: Tensor = self.model.embed_tokens(input_ids)
+        if multimodal_embeddings and is_multimodal is not None:
+            x[is_multimodal] = torch.cat(list(multimodal_embeddings)).to(x.dtype)
+        return x
 
     def forward(
         self,

@@ -26,6 +26,11 @@ class Load:
 
 
 @dataclass(frozen=True)
+class LoadImages(Load):
+    """The vision tower's, which is not there when a server takes no images."""
+
+
+@dataclass(frozen=True)
 class LoadExpert:
     """Tensors of routed experts: the pattern's ``expert``, ``shard`` and ``kind`` groups say which."""
 
@@ -96,7 +101,7 @@ RULES: tuple[Load | LoadExpert | Table | DraftCopy | Skip, ...] = (
     Load(rf"{DRAFT}\.confidence_head\.proj\.weight", "model.mtp.confidence_head.weight"),
     DraftCopy(rf"{DRAFT}\.embed\.weight", "model.mtp.embed_tokens.weight", "embed.weight"),
     DraftCopy(rf"{DRAFT}\.head\.weight", "model.mtp.head.weight", "head.weight"),
-    Skip(r"(vision|aligner|image_).*", "vision tower: the text model does not use it"),
+    LoadImages(r"(?P<name>(vision|aligner)\..*|image_(start|newline|end))", r"images.\g<name>"),
 )
 SHARED = frozenset(rule.source for rule in RULES if isinstance(rule, DraftCopy))
 _COMPILED = tuple((re.compile(rule.pattern), rule) for rule in RULES)
@@ -180,6 +185,8 @@ def _load_one(model: Any, key: str, value: Tensor) -> Iterable[str]:
         return ()
     draft = model.model.mtp
     if isinstance(rule, Table) or (draft is None and key.startswith("mtp.")):
+        return ()
+    if isinstance(rule, LoadImages) and model.images is None:
         return ()
     if isinstance(rule, DraftCopy) and draft.head is None:
         return ()

@@ -28,6 +28,7 @@ def refuse(vllm_config: Any) -> None:
     """Options known to fail later, or to be ignored or to compute something else."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     ratio = 2  # the largest compression ratio: a block holds whole groups
+    images = model.multimodal_config
     row_dtypes = ("auto", str(model.dtype).removeprefix("torch."))
     refused = [
         (
@@ -60,6 +61,15 @@ def refuse(vllm_config: Any) -> None:
         (
             bool(getattr(cache, "kv_offloading_size", None)) or vllm_config.kv_transfer_config is not None,
             "--kv-offloading-size, --kv-transfer-config: the compressor's open groups cannot be moved; leave them out",
+        ),
+        (
+            images is not None and images.language_model_only and images.mm_encoder_tp_mode == "data",
+            "--language-model-only with --mm-encoder-tp-mode data: one leaves the vision tower out and the other says "
+            "how it is divided; leave one of them out",
+        ),
+        (
+            images is not None and images.enable_mm_embeds,
+            "--enable-mm-embeds: embeddings made elsewhere have no start, newline and end of their span; send pictures",
         ),
         (
             bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),

@@ -30,7 +30,7 @@ def register_all() -> None:
     chosen = select()
     if chosen is None:
         return
-    from .engram_config import accept_engram_config
+    from .model_config import adapt_config
 
     if chosen == NPU:  # the quantisation method is registered by the platform, behind vllm-ascend's
         # in every process: the scheduler's is one in which no platform option is read and no worker made
@@ -38,5 +38,5 @@ def register_all() -> None:
         ModelRegistry.register_model(ASCEND_DRAFT, MODEL)
     else:
         register_quantization()
-    accept_engram_config(ARCHITECTURE)
+    adapt_config(ARCHITECTURE)
     ModelRegistry.register_model(ARCHITECTURE, MODEL)

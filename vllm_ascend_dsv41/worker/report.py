@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def facts(worker: Any, warnings: list[str]) -> dict[str, Any]:
         },
         "weight_bytes_of_a_rank": sum(p.numel() * p.element_size() for p in model.parameters()),
         "engram": engram.tables.report() if engram is not None else [],
+        "images": _images(model),
         "cache": {
             "blocks": cache.num_blocks,
             "tokens_at_max_model_len": tokens,
@@ -97,6 +99,16 @@ def facts(worker: Any, warnings: list[str]) -> dict[str, Any]:
         "operators_exchanged": sorted(overrides()),
         "warnings": warnings,
     }
+
+
+def _images(model: Any) -> dict[str, Any]:
+    """Whether pictures are taken, and the bytes of the vision tower on this rank, or those that were saved."""
+    tower = getattr(model, "images", None)
+    if tower is not None:
+        return {"taken": True, "tower_bytes_of_a_rank": sum(p.numel() * p.element_size() for p in tower.parameters())}
+    locations = getattr(getattr(model, "checkpoint", None), "locations", {})
+    saved = sum(place.bytes for key, place in locations.items() if re.match(r"vision\.|aligner\.|image_", key))
+    return {"taken": False, "bytes_not_loaded": saved}
 
 
 def _by_implementation(served: Mapping[str, str]) -> dict[str, list[str]]:

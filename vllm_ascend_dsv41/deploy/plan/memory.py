@@ -13,6 +13,7 @@ from .activations import Activations, activations
 from .cache import Caches, Groups, blocks_per_request
 from .device import GIB, MIB
 from .divisions import divisions
+from .images import picture_bytes, tower_ranks
 from .model import Model, released
 from .published import comparisons, official_token_bytes
 from .weights import Division, official_kinds, official_per_rank, per_rank, table_bytes
@@ -92,6 +93,8 @@ class _Planner:
         block = recipe.count("block-size", 128)
         if block % 2:
             raise RecipeError(f"recipe {recipe.name}: block-size is {block}, expected an even number: 128")
+        self.vision = model.config.get("vision_config") or {}
+        self.tower = tower_ranks(recipe, self.vision, self.tensor)
         self.caches = Caches.of(model.config, recipe.device, block, self.draft)
         self.buffsize = recipe.count("HCCL_BUFFSIZE", 200)
         self.problems = list(divisions(recipe, self.text, self.engram))
@@ -107,7 +110,7 @@ class _Planner:
             basis = "official checkpoint as stored, experts in tiles of 128"
         else:
             experts = self.tensor * self.data if self.expert else 1
-            division = Division(self.tensor, experts, self.draft > 0, self.model.rotated)
+            division = Division(self.tensor, experts, self.draft > 0, self.model.rotated, self.tower)
             held, basis = (
                 per_rank(self.model.tensors, self.text, self.model.weights, division),
                 "inventory of the checkpoint",
@@ -130,6 +133,9 @@ class _Planner:
         """What is neither weights nor cache."""
         facts = self.facts
         parts = [Part("activations", work.peak, ESTIMATED, work.basis)]
+        if self.tower:
+            size = picture_bytes(self.vision, self.text["hidden_size"], self.budget, work.peak)
+            parts.append(Part("pictures", size, ESTIMATED, "the encoder cache, and the largest picture in the tower"))
         if self.recipe.device == "npu":
             buffers = devices.hccl(self.tensor, self.data, self.expert, self.buffsize)
             text = ", ".join(f"{name} 2 x {size} MB" for name, size in buffers.groups)

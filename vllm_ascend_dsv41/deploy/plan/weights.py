@@ -27,6 +27,8 @@ KINDS = (
     (r"\.attn\.", "attention"),
     (r"", "gates, hyper-connections, norms"),
 )
+#: Of the vision tower, split among the ranks that it is divided among.
+SPLIT_TOWER = re.compile(r"attn\.wqkv\.|attn\.wo\.weight|mlp\.|aligner\.w1\.|aligner\.w2\.weight")
 #: Split among tensor-parallel ranks by this model; everything else is whole on each rank.
 SPLIT = re.compile(r"attn\.(wq_b|wo_a|wo_b)\.|attn_sink|shared_experts|engram\.wkv|^(embed|head)\.weight")
 
@@ -34,12 +36,14 @@ SPLIT = re.compile(r"attn\.(wq_b|wo_a|wo_b)\.|attn_sink|shared_experts|engram\.w
 @dataclass(frozen=True)
 class Division:
     """How a model is divided: tensor-parallel ranks, ranks that experts are divided among (1: by their inner size,
-    among the tensor-parallel ranks), whether drafts are served, and whether the checkpoint's streams are rotated."""
+    among the tensor-parallel ranks), whether drafts are served, whether the checkpoint's streams are rotated, and ranks
+    that the vision tower is divided among (0: not loaded)."""
 
     tensor: int = 1
     experts: int = 1
     draft: bool = True
     rotated: bool = False
+    tower: int = 1
 
 
 def kind_of(name: str) -> str:
@@ -58,11 +62,12 @@ def by_kind(config: Mapping[str, Any]) -> Tensors:
 def per_rank(tensors: Tensors, text: Mapping[str, Any], weights: Weights, division: Division) -> dict[str, int]:
     """Bytes of parameters that one rank of this package's model holds, by kind; the Engram tables apart.
 
-    ``text``: the checkpoint's text_config. The vision tower is not loaded: this version serves text.
+    ``text``: the checkpoint's text_config.
     """
     held: dict[str, int] = defaultdict(int)
     for kind, spec in tensors:
-        if kind in ("vision tower", "Engram tables") or (spec.name.startswith("mtp.") and not division.draft):
+        left_out = {"Engram tables": True, "vision tower": division.tower == 0}.get(kind, False)
+        if left_out or (spec.name.startswith("mtp.") and not division.draft):
             continue
         held[kind] += _bytes(spec, weights, division)
     if division.draft and division.rotated and text.get("num_nextn_predict_layers"):
@@ -123,6 +128,9 @@ def _bytes(spec: TensorSpec, weights: Weights, division: Division) -> int:
         return (spec.shape[0] + 1) * spec.shape[1] * 4  # in float32, with the column of image flags
     if name.endswith((".gate.bias", ".gate.bias_vl")):
         return (2 * size + 1) * 4  # as stored, and as the router reads it
+    if kind_of(name) == "vision tower":
+        size *= 4 if name.startswith("image_") else 2  # the delimiters in float32
+        return size // division.tower if SPLIT_TOWER.search(name) else size
     stored = spec.ascend(weights)[0]
     size *= DTYPE_BYTES[stored.dtype]
     if spec.kind is Kind.EXPERT:

@@ -1,4 +1,4 @@
-"""vLLM's --engram-config on platforms that vLLM itself has no Engram for."""
+"""What vLLM's configuration of the model says otherwise than its own kernels for CUDA and ROCm need it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,27 @@ class AscendEngramConfig(EngramConfig):  # type: ignore[misc]
             raise ValueError("--engram-config: this model has no Engram layers; leave the option out")
 
 
-def accept_engram_config(architecture: str) -> None:
-    """Let vLLM take --engram-config for the model: 0.30.0 refuses it unless the platform is CUDA.
+def adapt_config(architecture: str) -> None:
+    """Let vLLM take --engram-config for the model, which 0.30.0 refuses unless the platform is CUDA; and let pictures
+    be split by chunked prefill.
+
+    vLLM's kernels let the tokens of a picture see each other both ways, so that it computes a span in one step.
+    DeepSeek's inference code is causal there as everywhere (spec section 3.11, golden image_1 and image_2).
 
     The hook is vLLM's own place for what an architecture changes in the configuration."""
     upstream = MODELS_CONFIG_MAP.get(architecture)
-    if upstream is None or getattr(upstream, "accepts_engram_config", False):
+    if upstream is None or getattr(upstream, "adapted_by_dsv41", False):
         return
 
     class DeepseekV41Config(upstream):  # type: ignore[misc, valid-type]
-        accepts_engram_config = True
+        adapted_by_dsv41 = True
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            upstream.verify_and_update_model_config(model_config)
+            model_config.hf_config.is_mm_prefix_lm = False
+            model_config.hf_config.mm_prefix_clamp_sliding_window = False
+            model_config.model_arch_config = model_config.get_model_arch_config()
 
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from .deploy.commands import add as add_commands
-from .deploy.commands import split
+from .deploy.commands import count, split
 
 
 def _size(text: str) -> int:
@@ -29,16 +29,9 @@ def _size(text: str) -> int:
     return value
 
 
-def _count(text: str) -> int:
-    """A positive whole number."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
 def _sample(text: str) -> int | None:
     """A positive number, or ``all``."""
-    return None if text == "all" else _count(text)
+    return None if text == "all" else count(text)
 
 
 def _quantize(args: argparse.Namespace) -> int:
@@ -126,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         default="none",
         help="quarot: turn the streams by a block-32 Hadamard matrix, which spreads outliers (default: %(default)s)",
     )
-    quantize.add_argument("--workers", type=_count, metavar="N", help="processes (default: one per usable core)")
+    quantize.add_argument("--workers", type=count, metavar="N", help="processes (default: one per usable core)")
     quantize.add_argument(
         "--dry-run", action="store_true", help="print what would be written, and about how long it takes"
     )
@@ -173,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_argument("--seed", type=int, default=0)
     selftest.add_argument("--ops", metavar="NAME,NAME", help="these operators only (default: all, and the device)")
     selftest.add_argument("--quick", action="store_true", help="without collectives and the tiny model: seconds")
-    selftest.add_argument("--ranks", type=_count, metavar="N", help="of the collectives (default: one per device)")
+    selftest.add_argument("--ranks", type=count, metavar="N", help="of the collectives (default: one per device)")
     selftest.add_argument("--json", action="store_true", help="the results as JSON on standard output")
     selftest.set_defaults(run=_selftest)
     return parser

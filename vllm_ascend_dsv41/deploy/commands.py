@@ -1,4 +1,4 @@
-"""``dsv41 plan`` and ``dsv41 doctor``: their options."""
+"""``dsv41 plan``, ``dsv41 doctor`` and ``dsv41 check``: their options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .launch import LaunchError, Node, table
 
 
 def add(commands: Any) -> None:
-    """Both subcommands."""
+    """The subcommands."""
     plan = commands.add_parser("plan", help="memory of a launch: per rank, per node, what limits it, what fits")
     plan.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a recipe, or a file NAME.yaml")
     plan.add_argument("--list", action="store_true", help="the recipes that there are")
@@ -49,6 +49,38 @@ def add(commands: Any) -> None:
     )
     doctor.add_argument("--json", action="store_true", help="results and fingerprint as JSON on standard output")
     doctor.set_defaults(run=_doctor, given=None)
+
+    check = commands.add_parser("check", help="a running service, asked as its clients would: meaning, not only status")
+    check.add_argument("url", metavar="URL", help="of the service, for example http://127.0.0.1:8000")
+    check.add_argument("--model", metavar="ID", help="served name (default: the first that /v1/models lists)")
+    check.add_argument(
+        "--timeout", type=_positive, default=300.0, metavar="S", help="of a request (default: %(default)g)"
+    )
+    check.add_argument(
+        "--long-prompt", type=count, default=6000, metavar="WORDS", help="of the long prompt (default: %(default)d)"
+    )
+    check.add_argument(
+        "--concurrency", type=count, default=8, metavar="N", help="requests at once (default: %(default)d)"
+    )
+    check.add_argument("--json", action="store_true", help="the results as JSON on standard output")
+    check.set_defaults(run=_check)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def count(text: str) -> int:
+    """A positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -91,3 +123,11 @@ def _doctor(args: argparse.Namespace) -> int:
     recipe = recipes.load(args.what[0], settings) if args.what else None
     node = Node(int(args.node_rank), args.node0_ip, args.local_ip, args.nic)
     return doctor.doctor(recipe, node, args.model, args.given, args.json, args.peers, args.wait, args.image)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from .check import Options, check
+
+    key = os.environ.get("DSV41_API_KEY", "")
+    options = Options(args.model, key, args.timeout, args.long_prompt, args.concurrency)
+    return check(args.url, options, args.json)

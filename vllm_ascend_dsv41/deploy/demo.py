@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from openai import OpenAI, OpenAIError
 
 from ..quant import Weights, convert
 from ..reference import Checkpoint, Grid, Model, State
-from ..tiny_checkpoint import PRESETS, Sizes, write_checkpoint
+from ..tiny_checkpoint import write_talking
+from .check import Options, Service, examine
+from .doctor.report import failed, text
 from .server import Server
 
 SERVED_NAME = "deepseek-v41"
@@ -28,6 +30,9 @@ FLAGS = (
     *("--quantization", "ascend"),
     *("--block-size", "128"),
     *("--max-num-seqs", "8"),
+    *("--speculative-config", '{"method": "dspark", "num_speculative_tokens": 5, "enforce_eager": true}'),
+    # a tiny model fills the white space that a grammar allows
+    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     "--enforce-eager",
 )
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -87,19 +92,6 @@ def _text_request(client: OpenAI) -> tuple[list[int], list[int]]:
     return prompt, tokens
 
 
-def _streaming_request(client: OpenAI) -> None:
-    chunks, text = 0, ""
-    body = {"chat_template_kwargs": {"thinking": False}}
-    for chunk in client.chat.completions.create(
-        **{**REQUEST, "max_completion_tokens": 32}, stream=True, extra_body=body
-    ):
-        chunks += 1
-        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-    if chunks < 2 or not text:
-        raise DemoError(f"the streaming request returned {chunks} chunks with the text {text!r}")
-    print(f"  {chunks} chunks: {_short(text)}")
-
-
 def _requests(server: Server) -> tuple[list[int], list[int]]:
     """All requests of the demo. Returns the token ids of the text request: prompt and answer."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
@@ -110,8 +102,12 @@ def _requests(server: Server) -> tuple[list[int], list[int]]:
         print(f"  {names}")
     with _timed("POST /v1/chat/completions, the guide's text request"):
         answer = _text_request(client)
-    with _timed("the same, streaming, thinking off"):
-        _streaming_request(client)
+    with _timed(f"dsv41 check {server.url}"):
+        with closing(Service(server.url, "", 120)) as service:
+            results = list(examine(service, Options(words=900)))
+        print(text(results, ""))
+        if failed(results):
+            raise DemoError(f"dsv41 check found faults\n{server.tail()}")
     return answer
 
 
@@ -124,14 +120,14 @@ def _short(text: str | None) -> str:
 def demo(directory: Path | None = None, port: int = 0) -> int:
     """Run the demo; prints what it does. Returns 0; raises ValueError or OSError when anything is off."""
     start = time.monotonic()
-    print("dsv41 demo: DeepSeek-V4.1 with random weights in tiny sizes, served by vLLM on this machine's CPU")
+    print("dsv41 demo: DeepSeek-V4.1 in tiny sizes, trained to say a few things, served by vLLM on this machine's CPU")
     with tempfile.TemporaryDirectory(prefix="dsv41-demo-") if directory is None else nullcontext(directory) as place:
         root = Path(place)
         root.mkdir(parents=True, exist_ok=True)
         official, converted, log = root / "official", root / "w8a8", root / "server.log"
         with _timed(f"write a checkpoint in the official layout (MXFP4, MXFP8) to {official}"):
             if not (official / "config.json").is_file():
-                write_checkpoint(Sizes(**PRESETS["a"]), official)
+                write_talking(official)
         with _timed(f"dsv41 quantize {official} {converted}"):
             if not converted.exists():
                 convert(official, converted, Weights.W8A8)

@@ -17,7 +17,6 @@ from ..upstream import (
     IMAGE_PLACEHOLDER,
     MULTIMODAL_REGISTRY,
     DeepseekV4VLDummyInputsBuilder,
-    DeepseekV4VLProcessingInfo,
     LogitsProcessor,
     ParallelLMHead,
     SupportsMultiModal,
@@ -28,7 +27,7 @@ from .compressor import Compressor
 from .dspark import Draft
 from .engram import Engram
 from .engram_memory import EngramMemory
-from .image_processor import ImageProcessor
+from .image_processor import ImageInfo, ImageProcessor
 from .images import Images, takes_images
 from .layer import Layer, spread
 from .parameters import Norm
@@ -102,9 +101,7 @@ class Backbone(nn.Module):
         return self.norm(hc_collapse(streams, pre))
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    ImageProcessor, info=DeepseekV4VLProcessingInfo, dummy_inputs=DeepseekV4VLDummyInputsBuilder
-)
+@MULTIMODAL_REGISTRY.register_processor(ImageProcessor, info=ImageInfo, dummy_inputs=DeepseekV4VLDummyInputsBuilder)
 class DeepseekV41ForCausalLM(nn.Module, SupportsMultiModal):  # type: ignore[misc]
     """The class that vLLM's registry knows. Loads Ascend checkpoints (``--quantization ascend``).
 
@@ -147,8 +144,10 @@ class DeepseekV41ForCausalLM(nn.Module, SupportsMultiModal):  # type: ignore[mis
 
     def embed_multimodal(self, **inputs: Any) -> Sequence[Tensor]:
         """vLLM's call: spans of pictures, each [tokens of it, D]; see ``Images.forward``."""
-        if self.images is None or inputs.get("patches") is None:
+        if inputs.get("patches") is None:
             return []
+        if self.images is None:
+            raise RuntimeError("a picture came to a model without vision tower")
         spans: Sequence[Tensor] = self.images(inputs["patches"], inputs["vit_grid"], inputs["types"])
         return spans
 

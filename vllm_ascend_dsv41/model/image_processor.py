@@ -8,11 +8,21 @@ from typing import Any
 from ..upstream import (
     IMAGE_PLACEHOLDER,
     DeepseekV4VLMultiModalProcessor,
+    DeepseekV4VLProcessingInfo,
     PromptReplacement,
     PromptUpdateDetails,
 )
 
 IMAGE_START, IMAGE, IMAGE_NEW_LINE, IMAGE_END = range(4)  # roles of a span's tokens, as vLLM's processor numbers them
+
+
+class ImageInfo(DeepseekV4VLProcessingInfo):  # type: ignore[misc]
+    """vLLM's takes every checkpoint for one with a vision tower."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Pictures of any number, or nothing."""
+        limits: Mapping[str, int | None] = super().get_supported_mm_limits()
+        return limits if self.get_hf_config().vision_n_layers else {}
 
 
 class ImageProcessor(DeepseekV4VLMultiModalProcessor):  # type: ignore[misc]

@@ -35,9 +35,12 @@ Examples::
     python -m vllm_ascend_dsv41.tiny_checkpoint --preset a --n-routed-experts 32 --seed 7 --out tiny-x
     python -m vllm_ascend_dsv41.tiny_checkpoint --preset bench --out bench     # about 1.8 GB
     python -m vllm_ascend_dsv41.tiny_checkpoint --preset bench --dry-run       # only print the sizes
+
+Preset ``talk`` has the sizes of the trained model that says things; ``write_talking`` writes that one.
 """
 
 from .sizes import PRESETS, Sizes
+from .talking import write_talking
 from .write import write_checkpoint
 
-__all__ = ["PRESETS", "Sizes", "write_checkpoint"]
+__all__ = ["PRESETS", "Sizes", "write_checkpoint", "write_talking"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -40,8 +41,10 @@ Reasoning is slow and careful; answering is fast and short. Please think before 
 """
 
 
-def build_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with exactly ``vocab_size`` ids: bos/eos/pad first, markers last."""
+def build_tokenizer(vocab_size: int, phrases: Sequence[str] = (), text: str = "") -> Tokenizer:
+    """A byte-level BPE with exactly ``vocab_size`` ids: bos/eos/pad first, markers last.
+
+    ``phrases``: texts that are one token each; ``text``: what it is trained on beside the usual."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -60,7 +63,7 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    markers = [*TEXT_MARKERS, *PROMPT_MARKERS]
+    markers = [*TEXT_MARKERS, *PROMPT_MARKERS, *phrases]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(markers),
         special_tokens=[BOS, EOS, PAD],
@@ -68,14 +71,15 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     # NFC keeps the text independent of how this file was saved
-    tokenizer.train_from_iterator([unicodedata.normalize("NFC", TRAINING_TEXT)] * 4, trainer)
+    tokenizer.train_from_iterator([unicodedata.normalize("NFC", TRAINING_TEXT)] * 4 + [text], trainer)
     missing = vocab_size - len(markers) - tokenizer.get_vocab_size()
     if missing < 0:
         raise ValueError(f"vocab_size must be at least {vocab_size - missing}")
     fillers = [f"<｜place▁holder▁no▁{i}｜>" for i in range(missing)]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in fillers])
-    for text in (*TEXT_MARKERS, *PROMPT_MARKERS):
-        token = AddedToken(text, normalized=False, special=text in PROMPT_MARKERS)
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    for marker in (*TEXT_MARKERS, *PROMPT_MARKERS):
+        token = AddedToken(marker, normalized=False, special=marker in PROMPT_MARKERS)
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
     if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(IMAGE_PLACEHOLDER) != vocab_size - 1:
         raise RuntimeError(f"tokenizer has {tokenizer.get_vocab_size()} ids, expected {vocab_size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,15 @@ def write_checkpoint(sizes: Sizes, out: Path | None) -> int:
     if out is None:
         return total
 
-    tokenizer = build_tokenizer(sizes.vocab_size)
+    write_sidecars(sizes, out)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(out / "model.safetensors.index.json", index)
+    return total
+
+
+def write_sidecars(sizes: Sizes, out: Path, phrases: Sequence[str] = (), text: str = "") -> dict[str, Any]:
+    """Tokenizer and configs, see ``build_tokenizer``. Returns the contents of config.json."""
+    tokenizer = build_tokenizer(sizes.vocab_size, phrases, text)
     tokenizer.save(str(out / "tokenizer.json"))
     write_json(out / "tokenizer_config.json", tokenizer_config(sizes.max_position_embeddings))
 
@@ -69,6 +78,4 @@ def write_checkpoint(sizes: Sizes, out: Path | None) -> int:
             "transformers_version": config["transformers_version"],
         },
     )
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(out / "model.safetensors.index.json", index)
-    return total
+    return config

@@ -89,7 +89,15 @@ class NpuModelRunner(DSparkRunner, LookbackRunner, NPUModelRunner):  # type: ign
         """As upstream; dummy runs, captures among them, have no earlier tokens, but the same buffer."""
         if self.lookback_token_ids is not None:
             kwargs.setdefault("lookback_token_ids", self.lookback_token_ids.gpu)
-        return super()._model_forward(*args, **kwargs)
+        return super()._model_forward(*self._with_embeddings(args), **kwargs)
+
+    def _with_embeddings(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of ``_model_forward``. vllm-ascend's dummy runs give ids alone to a model that wants them beside
+        the embeddings; a graph captured so would embed the ids again, also those of pictures."""
+        tokens, *rest = args
+        if self.supports_mm_inputs and len(rest) == 4 and rest[3] is None:
+            rest[3] = self.inputs_embeds.gpu[:tokens]
+        return tokens, *rest
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As upstream, saying which operators serve. Raises RuntimeError for vllm-ascend's own DeepSeek-V4.1."""

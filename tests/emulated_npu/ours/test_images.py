@@ -15,9 +15,9 @@ def ours(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", PLUGINS)
 
 
-@pytest.mark.parametrize(("weights", "name", "budget"), [("bf16", "image_1", 512), ("w8a8", "image_2", 19)])
+@pytest.mark.parametrize(("weights", "name", "budget"), [("bf16", "image_1", 1), ("w8a8", "image_2", 19)])
 def test_golden_pictures(converted, weights, name, budget):
-    """Prefill in one step and in small ones that cut spans; then decode steps, which are replayed graphs."""
+    """Prefill in steps that cut spans, and in steps of one token, which are replayed graphs as decode steps are."""
     result = images(
         str(converted("a", weights)),
         name=name,
@@ -25,7 +25,10 @@ def test_golden_pictures(converted, weights, name, budget):
         graphs=True,
         compilation_config=SIZES,
         max_num_batched_tokens=budget,
+        max_num_seqs=min(budget, 2),
     )
     assert result["pictures"] == int(name[-1])
     for part in ("prefill", "decode"):
         assert INT8.holds(Distance(*result[part], max_abs=0.0)), result
+    if weights == "bf16":  # 0.006; pictures that are embedded as ids in the graphs give 0.051
+        assert result["decode"][0] < 0.02, result

@@ -129,10 +129,11 @@ def images(model: str, preset: str = "a", name: str = "image_1", **options: Any)
     while llm.has_unfinished_requests():
         llm.step()
     decode = trace.rows(trace.logits, range(len(ids), len(ids) + steps))
-    prefill = trace.rows(trace.hidden, range(len(ids))).float() @ head_of(model).t()
-    shown = data["prefill_logits"].abs().sum(-1) > 0  # placeholders have no output
+    # placeholders have no output, and rows of replayed graphs are not seen
+    shown = [p for p in sorted(trace.hidden) if p < len(ids) and data["prefill_logits"][p].any()]
+    prefill = torch.stack([trace.hidden[p] for p in shown]).float() @ head_of(model).t()
     return {
         "pictures": len(pictures),
-        "prefill": figures(prefill[shown], data["prefill_logits"][shown]),
+        "prefill": figures(prefill, data["prefill_logits"][shown]),
         "decode": figures(decode, data["decode_logits"]),
     }

@@ -59,7 +59,7 @@ def warn(check: str, found: str, expected: str, remedy: str) -> Result:
 
 def text(results: Sequence[Result], node: str) -> str:
     """A line per check, and what to do under those that are not PASS or SKIP."""
-    rows = table([(result.status.value, result.check.ljust(WIDTH), result.found) for result in results]).splitlines()
+    rows = table([(r.status.value, r.check.ljust(WIDTH), " ".join(r.found.split())) for r in results]).splitlines()
     lines = [f"node {node}"] if node else []
     for row, result in zip(rows, results, strict=True):
         lines.append(row)

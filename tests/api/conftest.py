@@ -1,0 +1,41 @@
+"""One server of the talking model, with drafts, for all tests of this directory."""
+
+from __future__ import annotations
+
+import pytest
+from openai import OpenAI
+
+from vllm_ascend_dsv41.deploy.check import Service
+from vllm_ascend_dsv41.deploy.demo import ENVIRONMENT, FLAGS
+from vllm_ascend_dsv41.deploy.server import Server
+from vllm_ascend_dsv41.quant import Weights, convert
+from vllm_ascend_dsv41.tiny_checkpoint import write_talking
+
+
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory):
+    """Its W8A8 conversion."""
+    root = tmp_path_factory.mktemp("talking")
+    write_talking(root / "official")
+    return convert(root / "official", root / "w8a8", Weights.W8A8)
+
+
+@pytest.fixture(scope="session")
+def server(talking, tmp_path_factory):
+    """As ``dsv41 demo`` starts it."""
+    options = [*FLAGS, "--enable-prompt-tokens-details"]
+    with Server(talking, options, tmp_path_factory.mktemp("log") / "server.log", env=ENVIRONMENT) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def service(server):
+    made = Service(server.url, "", 120)
+    yield made
+    made.close()

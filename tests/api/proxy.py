@@ -16,14 +16,16 @@ Change = Callable[[str, dict[str, Any] | None, int, str], tuple[int, str]]
 
 
 @contextmanager
-def between(url: str, change: Change) -> Iterator[str]:
-    """Its own URL while it runs."""
+def between(url: str, change: Change, keys: list[str | None] | None = None) -> Iterator[str]:
+    """Its own URL while it runs; ``keys``: what clients send as Authorization is added."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
             """Nothing."""
 
         def _answer(self, body: bytes | None) -> None:
+            if keys is not None:
+                keys.append(self.headers.get("Authorization"))
             headers = {"Content-Type": "application/json"}
             if body and b'"ignore_eos"' in body:  # a client that will hang up: here the whole answer is waited for
                 body = json.dumps({**json.loads(body), "max_tokens": 2}).encode()

@@ -295,11 +295,40 @@ def test_exit_status(arguments, status, said):
 
 
 def test_a_key_is_sent_and_never_shown(server, monkeypatch, capsys):
-    """From the environment; a service that wants another is not reached."""
-    monkeypatch.setenv("DSV41_API_KEY", "secret-key")
-    refusal = '{"error": {"message": "Unauthorized", "code": 401}}'
-    with between(server.url, on_path("/models", lambda asked, text: (401, refusal))) as url:
+    """From the environment, with the line end that mounted secrets have; a service may repeat it in what it answers."""
+    monkeypatch.setenv("DSV41_API_KEY", "secret-key\n")
+    refusal, keys = '{"error": {"message": "secret-key is no key", "code": 401}}', []
+    with between(server.url, on_path("/models", lambda asked, text: (401, refusal)), keys) as url:
         assert main(["check", url]) == 3
     said = capsys.readouterr()
     assert "401" in said.err
     assert "secret-key" not in said.err + said.out
+    assert set(keys) == {"Bearer secret-key"}
+    monkeypatch.setenv("DSV41_API_KEY", "secret-é")
+    assert main(["check", server.url]) == 2
+    assert main(["check", "http://me:secret@127.0.0.1:9"]) == 2
+    assert "secret" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("models", ["<html>", "[]", '{"data": 3}'])
+def test_lists_of_models_that_are_none(server, models, capsys):
+    with between(server.url, on_path("/models", lambda asked, text: (200, models))) as url:
+        assert main(["check", url]) == 3
+    assert "Nothing was checked" in capsys.readouterr().err
+
+
+def test_a_service_of_another_kind(server):
+    """Without a list of models, and which takes no chat_template_kwargs: asked all the same."""
+
+    def other(path, asked, status, text):
+        if path.endswith("/models"):
+            return 404, ""
+        if asked and "chat_template_kwargs" in asked:
+            return 400, '{"error": {"message": "Unknown parameter: chat_template_kwargs", "code": 400}}'
+        return status, text
+
+    with between(server.url, other) as url:
+        service = Service(url, "", 60, "deepseek-v41")
+        assert basics.model(service).status is Status.SKIP
+        assert basics.arithmetic(service).status is Status.PASS
+        service.close()

@@ -93,7 +93,7 @@ def _text_request(client: OpenAI) -> tuple[list[int], list[int]]:
 
 
 def _requests(server: Server) -> tuple[list[int], list[int]]:
-    """All requests of the demo. Returns the token ids of the text request: prompt and answer."""
+    """The models, and the text request: its token ids, prompt and answer."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
     with _timed("GET /health: 200; GET /v1/models"):
         names = [model.id for model in client.models.list()]
@@ -102,13 +102,16 @@ def _requests(server: Server) -> tuple[list[int], list[int]]:
         print(f"  {names}")
     with _timed("POST /v1/chat/completions, the guide's text request"):
         answer = _text_request(client)
+    return answer
+
+
+def _check(server: Server) -> None:
     with _timed(f"dsv41 check {server.url}"):
         with closing(Service(server.url, "", 120)) as service:
             results = list(examine(service, Options(words=900)))
         print(text(results, ""))
         if failed(results):
             raise DemoError(f"dsv41 check found faults\n{server.tail()}")
-    return answer
 
 
 def _short(text: str | None) -> str:
@@ -136,6 +139,7 @@ def demo(directory: Path | None = None, port: int = 0) -> int:
                 server = running.enter_context(Server(converted, FLAGS, log, port, ENVIRONMENT))
             try:
                 prompt, tokens = _requests(server)
+                _check(server)
             except OpenAIError as error:
                 raise DemoError(f"a request failed: {error}\n{server.tail()}") from error
         with _timed("compare the served greedy tokens with the reference (same INT8 grid, BF16)"):

@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 
 from emulated_npu.ours.trace import PLUGINS
+from vllm_ascend_dsv41.deploy.check import Service
 from vllm_ascend_dsv41.deploy.demo import FLAGS, NEAR_TIE, SERVED_NAME, _requests, compare_with_reference
 from vllm_ascend_dsv41.deploy.server import Server
 
@@ -29,6 +30,14 @@ def test_requests_over_http(converted, tmp_path, monkeypatch):
         model, OPTIONS, tmp_path / "log", env={**ENVIRONMENT, "DSV41_STARTUP_REPORT": str(tmp_path / "ready.json")}
     ) as server:
         prompt, tokens = _requests(server)
+        service = Service(server.url, "", 300)
+        assert (
+            service.stream(
+                "Who are you?", max_completion_tokens=8, extra_body={"ignore_eos": True}
+            ).usage.completion_tokens
+            == 8
+        )
+        service.close()
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
     report = json.loads((tmp_path / "ready.json").read_text())

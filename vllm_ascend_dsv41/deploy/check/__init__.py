@@ -37,12 +37,13 @@ class Options:
 def examine(service: Service, options: Options) -> Iterator[Result]:
     """One result after the other. Behind two requests that were not answered in time no more are asked."""
     before, late = service.metrics(), 0
-    last = (
+    asked: list[Callable[[Service], Result]] = [
+        *(*basics.CHECKS, *thinking.CHECKS, *tools.CHECKS, *consistency.CHECKS),
         partial(consistency.long_prompt, words=options.words),
         partial(consistency.concurrency, requests=options.requests),
         consistency.ended_requests,
-    )
-    for one in (*basics.CHECKS, *thinking.CHECKS, *tools.CHECKS, *consistency.CHECKS, *last):
+    ]
+    for one in asked:
         if late < 2:
             result, in_time = _guarded(one, service)
             late += not in_time

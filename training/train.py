@@ -1,8 +1,11 @@
-"""Train the talking model: ``python training/train.py OUT [--steps N]``, on one core in some twenty minutes.
+"""Train the talking model: ``python training/train.py OUT``, on one core in some half an hour.
 
 The reference model is what is trained, its weights replaced by parameters: what is learnt is DeepSeek-V4.1 as written
-in ``reference/model.py``. From half of the way on, weights are rounded to MXFP4 and MXFP8 in every step, as the
-checkpoint will hold them. Then the draft learns to foresee what the trunk says.
+in ``reference/model.py``. First the vision tower, then the trunk, whose weights are rounded to MXFP4 and MXFP8 in every
+step of its second part, as the checkpoint will hold them; then the draft, which learns to foresee what the trunk says.
+
+The checkpoint in tiny_checkpoint/talking was made in pieces, by earlier forms of this script: it has not been run from
+its start to its end.
 """
 
 from __future__ import annotations
@@ -361,11 +364,6 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     config = write_sidecars(sizes, out, fixed_phrases(), vocabulary())
     weights = Weights(out, config, seed)
-    if resume is not None:
-        saved = torch.load(resume)
-        with torch.no_grad():
-            for name, parameter in weights.parameters.items():
-                parameter.copy_(saved[name])
     model = Model(weights, Config.from_hf(config))  # type: ignore[arg-type]
     classroom = Classroom(Tokenizer.from_file(str(out / "tokenizer.json")), sizes, config["image_token_id"], seed)
     kept = prepare(weights, sizes)
@@ -408,16 +406,15 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the talking model.")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--see", type=int, default=300, help="steps of the vision tower alone")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--settle", type=int, default=1500)
-    parser.add_argument("--draft-steps", type=int, default=600)
+    parser.add_argument("--see", type=int, default=1000, help="steps of the vision tower alone")
+    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--settle", type=int, default=2100)
+    parser.add_argument("--draft-steps", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=Path)
     args = parser.parse_args()
     shutil.rmtree(args.out, ignore_errors=True)
-    train(args.out, args.see, args.steps, args.settle, args.draft_steps, args.tokens, args.seed, args.resume)
+    train(args.out, args.see, args.steps, args.settle, args.draft_steps, args.tokens, args.seed)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ TRAINING = Path(__file__).parents[2] / "training"
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 BOTH = [*TOOLS, {"type": "function", "function": {"name": "square", "parameters": NUMBER}}]
 WEATHER = 'What is the weather in <city id="1">{}</city>?'
-OFF = {"extra_body": {"chat_template_kwargs": {"thinking": False}}}
 
 
 @pytest.fixture(scope="module")

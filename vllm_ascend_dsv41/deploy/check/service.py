@@ -156,32 +156,42 @@ class Service:
                         answer.calls[part.index]["arguments"] += part.function.arguments or ""
         return answer
 
-    def metrics(self) -> dict[str, float]:
-        """Counters and gauges of /metrics, summed over their labels; empty when there is no such page."""
+    def metrics_page(self) -> str:
+        """The text of /metrics; empty when there is no such page."""
         try:
             page = self.http.get("/metrics")
         except httpx.HTTPError:
-            return {}
+            return ""
+        return page.text if page.status_code == 200 else ""
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of /metrics, summed over their labels; empty when there is no such page."""
         found: dict[str, float] = {}
-        for name, value in re.findall(r"^([A-Za-z_:][\w:]*)(?:\{.*\})? (\S+)$", page.text, re.M):
-            if page.status_code == 200:
-                try:
-                    found[name] = found.get(name, 0.0) + float(value)
-                except ValueError:
-                    continue
+        for name, value in re.findall(r"^([A-Za-z_:][\w:]*)(?:\{.*\})? (\S+)$", self.metrics_page(), re.M):
+            try:
+                found[name] = found.get(name, 0.0) + float(value)
+            except ValueError:
+                continue
         return found
 
     def prompt_of(self, messages: Any, **options: Any) -> str | None:
         """The text that the service made of a request, by vLLM's ``return_token_ids`` and /detokenize; None where the
         service has neither."""
+        return self.decoded(self.prompt_ids_of(messages, **options))
+
+    def prompt_ids_of(self, messages: Any, **options: Any) -> list[int]:
+        """The token ids that the service made of a request; empty where it does not tell."""
         options["extra_body"] = {**options.get("extra_body", {}), "return_token_ids": True}
         try:
             answer = self.chat(messages, max_completion_tokens=1, **options)
         except BadRequestError as error:
             if "return_token_ids" in str(error):
-                return None
+                return []
             raise
-        ids = (answer.raw.model_extra or {}).get("prompt_token_ids")
+        return list((answer.raw.model_extra or {}).get("prompt_token_ids") or ())
+
+    def decoded(self, ids: list[int]) -> str | None:
+        """Text of token ids, by /detokenize; None where there is none."""
         if not ids:
             return None
         page = self.http.post("/detokenize", json={"model": self.model, "tokens": ids})

@@ -14,6 +14,7 @@ from types import FrameType
 
 from .deploy.commands import add as add_commands
 from .deploy.commands import count, split
+from .eval.commands import add as add_eval
 
 
 def _size(text: str) -> int:
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=None)
 
     add_commands(commands)
+    add_eval(commands)
 
     demo = commands.add_parser("demo", help="tiny checkpoint, conversion, server, requests, comparison: in minutes")
     demo.add_argument("--directory", type=Path, help="keep checkpoints and server log here (default: a temporary one)")

@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     check.add_argument("url", metavar="URL", help="of the service, for example http://127.0.0.1:8000")
     check.add_argument("--model", metavar="ID", help="served name (default: the first that /v1/models lists)")
     check.add_argument(
-        "--timeout", type=_positive, default=300.0, metavar="S", help="of a request (default: %(default)g)"
+        "--timeout", type=positive, default=300.0, metavar="S", help="of a request (default: %(default)g)"
     )
     check.add_argument(
         "--long-prompt", type=count, default=6000, metavar="WORDS", help="of the long prompt (default: %(default)d)"
@@ -66,7 +66,8 @@ def add(commands: Any) -> None:
     check.set_defaults(run=_check)
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """A positive number."""
     try:
         value = float(text)
     except ValueError:

@@ -1,0 +1,129 @@
+"""What AISBench wrote: predictions, results and summary of one run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .configs import MODEL
+from .records import prompt_key
+
+#: Roles in AISBench's prompts.
+ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system", "TOOL": "tool"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of one part of a data set: its place there, its prompt's name, and whether the answer was right, as
+    AISBench judged it; None where it does not say."""
+
+    part: str
+    number: int
+    key: str
+    right: bool | None
+
+
+@dataclass
+class Outputs:
+    """``cells``: the summary's numbers by row, None for ``-``; ``versions``: digests of prompts; ``failed``: questions
+    of *_failed.jsonl; ``faults``: what could not be read."""
+
+    questions: list[Question] = field(default_factory=list)
+    cells: dict[str, float | None] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    failed: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def right(self) -> int | None:
+        """Right answers, where AISBench says of every question whether its answer is."""
+        marks = [question.right for question in self.questions]
+        return sum(map(bool, marks)) if marks and None not in marks else None
+
+
+def read(work: Path) -> Outputs:
+    """``work``: the folder given by --work-dir, which holds one run."""
+    found = Outputs()
+    runs = sorted(path for path in work.glob("*") if path.is_dir())
+    if not runs:
+        found.faults.append("AISBench wrote nothing")
+        return found
+    run = runs[-1]
+    for path in sorted((run / "predictions" / MODEL).glob("*.jsonl")):
+        if path.stem.endswith("_failed"):
+            found.failed += sum(1 for _ in _lines(path, found))
+        else:
+            _predictions(path, run / "results" / MODEL / f"{path.stem}.json", found)
+    _summary(run / "summary", found)
+    return found
+
+
+def _lines(path: Path, found: Outputs) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            yield row
+        else:
+            found.faults.append(f"{path.name}: line {number} cannot be read")
+
+
+def _key(prompt: Any) -> str:
+    turns = prompt if isinstance(prompt, list) else [{"role": "HUMAN", "prompt": prompt}]
+    return prompt_key([{"role": ROLES.get(t.get("role"), t.get("role")), "content": t.get("prompt")} for t in turns])
+
+
+def _predictions(path: Path, results: Path, found: Outputs) -> None:
+    rows = {int(row["id"]): row for row in _lines(path, found) if "id" in row}
+    try:
+        judged = json.loads(results.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found.faults.append(f"{path.stem}: was not judged ({results.name} is missing or unreadable)")
+        judged = {}
+    marks = _marks(judged, len(rows))
+    for number, row in sorted(rows.items()):
+        found.questions.append(Question(path.stem, number, _key(row.get("origin_prompt")), marks.get(number)))
+
+
+def _marks(judged: dict[str, Any], count: int) -> dict[int, bool]:
+    """By question; none unless they add up to the accuracy that is told."""
+    details = judged.get("details")
+    if not isinstance(details, dict):
+        return {}
+    marks: dict[int, bool] = {}
+    for name, detail in details.items():
+        if not name.isdecimal() or not isinstance(detail, dict):
+            continue
+        mark = detail.get("correct")
+        if isinstance(mark, list):
+            mark = mark[0] if len(mark) == 1 else None
+        if mark is None and {"predictions", "references"} <= set(detail):  # AISBench's plain comparison keeps no mark
+            mark = str(detail["predictions"]).strip() == str(detail["references"]).strip()
+        if mark is not None:
+            marks[int(name)] = bool(mark)
+    accuracy = judged.get("accuracy")
+    adds_up = isinstance(accuracy, (int, float)) and abs(100 * sum(marks.values()) / max(1, count) - accuracy) < 0.01
+    return marks if len(marks) == count and adds_up else {}
+
+
+def _summary(folder: Path, found: Outputs) -> None:
+    tables = sorted(folder.glob("*.csv"))
+    if not tables:
+        found.faults.append("there is no summary")
+        return
+    with tables[-1].open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            name = row.get("dataset") or "?"
+            try:
+                found.cells[name] = float(row.get(MODEL) or "-")
+            except ValueError:
+                found.cells[name] = None
+            found.metrics[name] = row.get("metric") or "-"
+            found.versions[name] = row.get("version") or "-"

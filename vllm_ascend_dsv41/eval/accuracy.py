@@ -51,7 +51,8 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
     """Ask, judge, write the run's folder and say what was found. Raises EvalError for what is wrong with the options;
     everything that is wrong with the service or the data makes the run invalid."""
     bench = aisbench.setup()
-    reasons, unknown, began = Reasons(), [], run.now()
+    unknown: list[str] = []
+    reasons, began = Reasons(), run.now()
     with run.opened(options) as service:
         before = run.look(service, options, reasons)
         data = _data(options, bench, reasons)

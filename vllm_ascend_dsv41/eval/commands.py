@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..deploy.check import AddressError
 from ..deploy.commands import count, positive
 from .errors import EvalError
 
 USAGE = 2
+COMMON = (
+    *("url", "model", "timeout", "effort", "temperature", "top_p", "seed", "max_tokens"),
+    *("output", "checkpoint", "startup_report", "image_digest"),
+)
 
 
 def add(commands: Any) -> None:
@@ -134,9 +137,7 @@ def _tools(text: str) -> tuple[str, ...]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("url", "model", "timeout", "effort", "temperature", "top_p", "seed", "max_tokens", "output")
-    names += ("checkpoint", "startup_report", "image_digest")
-    given = {name: getattr(args, name) for name in names}
+    given = {name: getattr(args, name) for name in COMMON}
     return {**given, "key": os.environ.get("DSV41_API_KEY", ""), "command": tuple(sys.argv)}
 
 
@@ -158,6 +159,7 @@ def _setup(args: argparse.Namespace) -> int:
 
 
 def _accuracy(args: argparse.Namespace) -> int:
+    from ..deploy.check import AddressError
     from .accuracy import AccuracyOptions, accuracy
 
     try:
@@ -176,6 +178,7 @@ def _accuracy(args: argparse.Namespace) -> int:
 
 
 def _perf(args: argparse.Namespace) -> int:
+    from ..deploy.check import AddressError
     from .perf import PerfOptions, perf
 
     try:

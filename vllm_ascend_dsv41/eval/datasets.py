@@ -18,9 +18,7 @@ from .manifest import File
 
 CACHE = "AIS_BENCH_DATASETS_CACHE"  # AISBench's own variable: its paths begin there
 JSONL_CONFIG = "dsv41_jsonl"
-SUITE = (
-    "https://github.com/AISBench/benchmark, folder ais_bench/benchmark/configs/datasets, names where each comes from"
-)
+SUITE = "github.com/AISBench/benchmark says under ais_bench/benchmark/configs/datasets where each set comes from"
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,8 @@ def check_jsonl(path: Path, keys: Sequence[str] = ("question", "answer")) -> lis
             row = json.loads(line)
         except ValueError as error:
             raise EvalError(f"{path}: line {number}: no JSON ({error})") from error
-        missing = [
-            key for key in keys if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key]
-        ]
+        row = row if isinstance(row, dict) else {}
+        missing = [key for key in keys if not isinstance(row.get(key), str) or not row[key]]
         if missing:
             raise EvalError(f"{path}: line {number}: expected text under {' and '.join(map(repr, missing))}")
         rows.append(row)

@@ -53,9 +53,7 @@ class Encoder(Part):
     """How a question becomes tokens, shown by one."""
 
     question: str
-    token_ids: list[int] | None = Field(
-        default=None, description="by the service, of the question at the run's own effort"
-    )
+    token_ids: list[int] | None = Field(default=None, description="by the service, at the run's own effort")
     text: str | None = Field(default=None, description="the same, decoded by the service")
     module_sha256: str | None = Field(default=None, description="of vLLM's encoder on this machine")
     tokenizer_sha256: str | None = Field(default=None, description="of the checkpoint's tokenizer.json")
@@ -95,9 +93,7 @@ class Dataset(Part):
     files: list[File]
     questions: int = Field(description="that were to be asked")
     limit: int | None = None
-    prompt_version: str | None = Field(
-        default=None, description="AISBench's version: a digest of the prompt, not of the data"
-    )
+    prompt_version: str | None = Field(default=None, description="AISBench's digest of the prompt, not of the data")
 
 
 class Draft(Part):
@@ -161,9 +157,7 @@ class Level(Part):
     completion_tokens: float
     looping: float = Field(description="share of answers")
     distinct_2: float | None = Field(default=None, description="distinct bigrams of the answers among all")
-    prefix_hits: float | None = Field(
-        default=None, description="share of prompt tokens that came from the prefix cache"
-    )
+    prefix_hits: float | None = Field(default=None, description="share of prompt tokens from the prefix cache")
     mean_acceptance_length: float | None = None
     by_tool: dict[str, float]
 

@@ -77,7 +77,7 @@ def _lines(path: Path, found: Outputs) -> Iterator[dict[str, Any]]:
 
 def _key(prompt: Any) -> str:
     turns = prompt if isinstance(prompt, list) else [{"role": "HUMAN", "prompt": prompt}]
-    return prompt_key([{"role": ROLES.get(t.get("role"), t.get("role")), "content": t.get("prompt")} for t in turns])
+    return prompt_key([{"role": ROLES.get(str(t.get("role"))), "content": t.get("prompt")} for t in turns])
 
 
 def _predictions(path: Path, results: Path, found: Outputs) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from ..deploy.check import Service
 from ..deploy.check.drafts import ACCEPTED, DRAFTS
@@ -33,7 +34,8 @@ from .relay import Relay
 from .text import LOOPS, distinct, passages, words
 from .verdict import Reasons, account, judge_requests
 
-TOOLS = ("aisbench", "vllm")
+Tool = Literal["aisbench", "vllm"]
+TOOLS: tuple[Tool, ...] = ("aisbench", "vllm")
 LEVELS, CHART = "levels.csv", "latency-throughput.png"
 QUESTION = "Explain in a few sentences what this says:\n\n"
 #: Of the service's prefix cache.
@@ -46,7 +48,7 @@ class PerfOptions(run.Options):
     ``requests``: of a level, at least twice its concurrency."""
 
     texts: tuple[Path, ...] = ()
-    tools: tuple[str, ...] = TOOLS
+    tools: tuple[Tool, ...] = TOOLS
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16)
     requests: int = 16
     prompt_words: int = 400
@@ -76,7 +78,8 @@ def perf(options: PerfOptions) -> manifest.Manifest:
     bench = aisbench.setup() if "aisbench" in options.tools else None
     if "vllm" in options.tools and (find_spec("vllm") is None or find_spec("pandas") is None):
         raise EvalError("vllm bench serve takes vllm and pandas; install them, or pass --tools aisbench")
-    reasons, unknown, began = Reasons(), [], run.now()
+    unknown: list[str] = []
+    reasons, began = Reasons(), run.now()
     with run.opened(options) as service:
         before = run.look(service, options, reasons)
         levels: list[manifest.Level] = []
@@ -259,7 +262,7 @@ def _vllm(
 
 
 def _level(
-    tool: str, concurrency: int, records: Sequence[Record], before: Metrics, after: Metrics, said: Mapping[str, float]
+    tool: Tool, concurrency: int, records: Sequence[Record], before: Metrics, after: Metrics, said: Mapping[str, float]
 ) -> manifest.Level:
     done = [record for record in records if record.answered]
     began = min((record.started for record in records), default=0.0)
@@ -311,12 +314,11 @@ def _judge(
     kinds = {kind: count for kind, count in counts.kinds.items() if kind == "failed"}
     judge_requests(replace(counts, kinds=kinds), model, None, 0.0, mine)
     name = f"{level.tool}, {level.concurrency} at once"
+    answers = expected - counts.failed
     if not said:
         mine.invalid.append(f"{level.tool} gave no numbers: see its log")
-    elif said["completed"] != expected - counts.failed:
-        mine.invalid.append(
-            f"{level.tool} counts {said['completed']:.0f} answers, the relay {expected - counts.failed}"
-        )
+    elif said["completed"] != answers:
+        mine.invalid.append(f"{level.tool} counts {said['completed']:.0f} answers, the relay {answers}")
     if level.completion_tokens == 0 and not counts.failed:
         mine.invalid.append("the service counts no tokens (usage)")
     reasons.invalid += [f"{name}: {reason}" for reason in mine.invalid]
@@ -351,10 +353,13 @@ def text(made: manifest.Manifest) -> str:
     rows += [("not recorded", missing) for missing in made.unknown]
     lines = [table(rows)]
     if made.levels:
-        head = ("tool", "at once", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "E2E s", "tokens/s", "useful", "req/s")
-        head += ("accepted", "cached", "looping", "failed")
-        lines += ["", table([head, *map(_row, made.levels)])]
+        lines += ["", table([HEAD, *map(_row, made.levels)])]
     return "\n".join(lines)
+
+
+HEAD = tuple(
+    "tool,at once,TTFT ms,p99,TPOT ms,p99,ITL ms,E2E s,tokens/s,useful,req/s,accepted,cached,looping,failed".split(",")
+)
 
 
 def _row(level: manifest.Level) -> tuple[str, ...]:

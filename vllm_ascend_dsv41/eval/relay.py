@@ -8,6 +8,7 @@ their result folders.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -84,10 +85,7 @@ class Relay:
         record = _begin(body)
         try:
             return await self._pass(request, body, record)
-        except ConnectionError:
-            record.error = record.error or "the benchmark hung up"
-            raise
-        except asyncio.CancelledError:
+        except (ConnectionError, asyncio.CancelledError):
             record.error = record.error or "the benchmark hung up"
             raise
         finally:
@@ -129,15 +127,30 @@ async def _stream(
     try:
         async for chunk in answer.content.iter_any():
             reply.add(chunk, time.monotonic() - record.started)
-            await back.write(chunk)
+            await _write(back, chunk, reply)
+    except _HungUp:
+        record.error = "the benchmark hung up"
     except (aiohttp.ClientError, TimeoutError) as error:
         record.error = f"the stream broke: {type(error).__name__}: {error}".rstrip(": ")
         if request.transport is not None:
             request.transport.abort()
     record.streamed_reply(reply)
     if not record.error:
-        await back.write_eof()
+        with contextlib.suppress(ConnectionError):
+            await back.write_eof()
     return back
+
+
+class _HungUp(Exception):
+    """The benchmark left in the middle of an answer."""
+
+
+async def _write(back: web.StreamResponse, chunk: bytes, reply: Reply) -> None:
+    try:
+        await back.write(chunk)
+    except ConnectionError as error:
+        if not reply.finish:  # behind the finish reason nobody needs to wait for the rest
+            raise _HungUp from error
 
 
 def _kept(answer: aiohttp.ClientResponse) -> dict[str, str]:

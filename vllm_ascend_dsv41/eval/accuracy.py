@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +18,11 @@ from .facts import percentiles
 from .records import Record
 from .relay import Relay
 from .statistics import interval
-from .text import LOOPS
 from .verdict import MOST_UNUSABLE, Accounting, Reasons, account, judge_requests
 
 QUESTIONS = "questions.jsonl"
 #: Answers of these kinds are wrong, whatever AISBench found in them: it scores the last number of a thought.
-NEVER_RIGHT = ("failed", "unfinished thought", "empty")
+NEVER_RIGHT = ("failed", "unfinished thought", "empty", "not asked")
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,6 @@ class AccuracyOptions(run.Options):
     limit: int | None = None
     concurrency: int = 32
     most_unusable: float = MOST_UNUSABLE
-
-
-@dataclass
-class Asked:
-    """All requests of a run, and the questions they belong to."""
-
-    last: list[Record]
-    attempts: int
-    kinds: dict[tuple[str, int], str]
 
 
 def accuracy(options: AccuracyOptions) -> manifest.Manifest:
@@ -64,9 +54,9 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
                 status = _ask(options, service, bench, data, limit, folder, records)
                 found = outputs.read(folder.path / "aisbench")
                 end = run.after(service, before, reasons, unknown)
-            asked = _belong(records, found.questions)
+            kinds = _kinds(records, found.questions)
             expected = _expected(options, data, found)
-            counts = account(expected, asked.last, asked.attempts, LOOPS)
+            counts = account(expected, records)
             if end is not None:
                 _judge(options, data, found, counts, before.service.model, status, reasons)
                 if _data(options, bench, Reasons()).files != data.files:
@@ -84,10 +74,10 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
                     prompt_version=_one(found.versions.values()),
                 ),
                 tools=run.tools(bench),
-                requests=_requests(counts, asked.last),
-                score=_score(found, asked),
+                requests=_requests(counts, records),
+                score=_score(found, kinds),
             )
-            _write_questions(folder.path / QUESTIONS, found, asked)
+            _write_questions(folder.path / QUESTIONS, found, kinds)
             place = folder.finish(made)
     print(text(made))
     print(f"{place}: manifest, requests, questions, AISBench's own files")
@@ -139,36 +129,34 @@ def _ask(
         if data.root is None:
             configs.write_jsonl(settings, data.name, Path(options.dataset).expanduser().absolute())
         arguments = ["--models", configs.MODEL, "--datasets", data.config, "--config-dir", str(settings)]
-        # --debug: all in one process, without a screen; no warm-up: every request is a question
-        arguments += ["--mode", "all", "--dump-eval-details", "--debug", "--num-warmups", "0", "--work-dir", str(work)]
+        # --debug: one process at a time, without a screen that may hang; --merge-ds: the parts of a set by one of them;
+        # no warm-up: every request is a question
+        arguments += ["--mode", "all", "--dump-eval-details", "--debug", "--merge-ds", "--num-warmups", "0"]
+        arguments += ["--work-dir", str(work)]
         if options.limit is not None:
             arguments += ["--num-prompts", str(options.limit)]
         environment = {} if data.root is None else {datasets.CACHE: str(data.root)}
         return aisbench.run(bench, arguments, folder.path / "aisbench.log", environment)
 
 
-def _belong(records: Sequence[Record], questions: Sequence[outputs.Question]) -> Asked:
-    """The attempt that counts for each question: of equal prompts as many as there are questions, answered ones
-    first."""
-    wanted = Counter(question.key for question in questions)
-    by_prompt: dict[str, list[Record]] = defaultdict(list)
+Kinds = dict[tuple[str, int], str]
+
+
+def _kinds(records: Sequence[Record], questions: Sequence[outputs.Question]) -> Kinds:
+    """What became of the request of each question; questions with the same prompt share its requests."""
+    by_prompt: dict[str, list[str]] = defaultdict(list)
     for record in records:
-        by_prompt[record.key].append(record)
-    counted = {}
-    for key, tries in by_prompt.items():
-        tries.sort(key=lambda record: (record.answered, record.began))
-        counted[key] = tries[-max(1, wanted[key]) :]
-    left = {key: list(tries) for key, tries in counted.items()}
-    kinds = {}
+        by_prompt[record.key].append(record.kind)
+    found = {}
     for question in questions:
-        tries = left.get(question.key) or []
-        kinds[question.part, question.number] = tries.pop(0).kind if tries else "not asked"
-    return Asked([record for tries in counted.values() for record in tries], len(records), kinds)
+        kinds = by_prompt[question.key]
+        found[question.part, question.number] = kinds.pop() if kinds else "not asked"
+    return found
 
 
 def _expected(options: AccuracyOptions, data: datasets.Data, found: outputs.Outputs) -> int:
     """``--limit`` counts within each part of a set of several."""
-    seen = len(found.questions) + found.failed
+    seen = len(found.questions)
     if data.questions is None:
         return seen
     if options.limit is None:
@@ -200,7 +188,7 @@ def _judge(
         reasons.degraded.append(f"{data.name} has {data.questions} questions; {data.whole} were published")
 
 
-def _score(found: outputs.Outputs, asked: Asked) -> manifest.Score | None:
+def _score(found: outputs.Outputs, kinds: Kinds) -> manifest.Score | None:
     values = [value for value in found.cells.values() if value is not None]
     if not values or not found.questions:
         return None
@@ -208,7 +196,7 @@ def _score(found: outputs.Outputs, asked: Asked) -> manifest.Score | None:
     value = sum(values) / len(values)
     low = high = None
     if right is not None:
-        right = sum(bool(q.right) and asked.kinds[q.part, q.number] not in NEVER_RIGHT for q in found.questions)
+        right = sum(bool(q.right) and kinds[q.part, q.number] not in NEVER_RIGHT for q in found.questions)
         value, (low, high) = 100 * right / total, (100 * end for end in interval(right, total))
     return manifest.Score(
         metric=_one(found.metrics.values()) or "accuracy",
@@ -226,11 +214,10 @@ def _one(values: Iterable[str]) -> str | None:
     return ", ".join(sorted(set(values))) or None
 
 
-def _requests(counts: Accounting, last: Sequence[Record]) -> manifest.Requests:
+def _requests(counts: Accounting, records: Sequence[Record]) -> manifest.Requests:
     return manifest.Requests(
         expected=counts.expected,
         asked=counts.asked,
-        attempts=counts.attempts,
         complete=counts.kinds.get("complete", 0),
         failed=counts.failed,
         cut=counts.kinds.get("cut", 0),
@@ -238,18 +225,18 @@ def _requests(counts: Accounting, last: Sequence[Record]) -> manifest.Requests:
         empty=counts.kinds.get("empty", 0),
         looping=counts.looping,
         end_of_thought_in_content=counts.leaked,
-        prompt_tokens=sum(record.prompt_tokens for record in last),
-        completion_tokens=sum(record.completion_tokens for record in last),
-        latency_s=percentiles([record.latency for record in last if record.answered]),
+        prompt_tokens=sum(record.prompt_tokens for record in records),
+        completion_tokens=sum(record.completion_tokens for record in records),
+        latency_s=percentiles([record.latency for record in records if record.answered]),
         errors=list(counts.errors),
     )
 
 
-def _write_questions(path: Path, found: outputs.Outputs, asked: Asked) -> None:
+def _write_questions(path: Path, found: outputs.Outputs, kinds: Kinds) -> None:
     """A line each: what a paired comparison needs."""
     with path.open("w", encoding="utf-8") as stream:
         for question in found.questions:
-            kind = asked.kinds[question.part, question.number]
+            kind = kinds[question.part, question.number]
             right = None if question.right is None else bool(question.right) and kind not in NEVER_RIGHT
             stream.write(json.dumps({**asdict(question), "right": right, "kind": kind}) + "\n")
 
@@ -266,7 +253,7 @@ def text(made: manifest.Manifest) -> str:
     if requests is not None:
         kinds = ("complete", "cut", "unfinished_thoughts", "empty", "failed")
         counts = ", ".join(f"{getattr(requests, kind)} {kind.replace('_', ' ')}" for kind in kinds)
-        rows.append(("requests", f"{counts}, of {requests.expected}; {requests.attempts} attempts"))
+        rows.append(("requests", f"{counts}, of {requests.expected}"))
     rows.append(("data", f"{made.dataset.name}, {', '.join(file.sha256[:12] for file in made.dataset.files[:3])}"))
     rows.append(("effort", f"{made.effort.asked}, in the prompt {made.effort.in_prompt or 'none'}"))
     sampled = made.sampling

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
@@ -143,10 +144,17 @@ def run(aisbench: AISBench, arguments: Sequence[str], log: Path, variables: Mapp
     server is down. Ends it and its children when this process is interrupted."""
     command = [str(aisbench.python), str(aisbench.root / "bin" / "ais_bench"), *arguments]
     # dumb, and no input: it draws with curses where it can
-    kept = environment({"TERM": "dumb", "NO_COLOR": "1", "PYTHONNOUSERSITE": "1", **variables})
-    with log.open("wb") as output:
+    kept = environment({"TERM": "dumb", "NO_COLOR": "1", "PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", **variables})
+    # a folder of its own: it reads ./configs and writes ./tmp
+    with log.open("wb") as output, tempfile.TemporaryDirectory(prefix="dsv41-aisbench-") as place:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=kept, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=kept,
+            cwd=place,
+            start_new_session=True,
         )
         try:
             return process.wait()

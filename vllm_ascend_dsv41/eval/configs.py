@@ -71,7 +71,7 @@ def write_model(
         "stream": tokenizer is not None,
         "request_rate": 0,
         "use_timestamp": False,
-        "retry": 3,  # attempts: 0 would send nothing and count all as failed
+        "retry": 1,  # attempts: 0 would send nothing and count all as failed
         "api_key": "",
         "host_ip": "127.0.0.1",
         "host_port": port,
@@ -96,6 +96,7 @@ def write_tokenizer(folder: Path) -> Path:
     Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]")).save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
     _write(path / "tokenizer_config.json", json.dumps(settings))
+    _write(path / "config.json", json.dumps({"model_type": "gpt2"}))  # vLLM asks for one that it knows
     return path
 
 

@@ -108,11 +108,10 @@ class Draft(Part):
 
 
 class Requests(Part):
-    """What became of the requests; attempts before the last one of a request are counted in ``attempts`` only."""
+    """What became of the requests."""
 
     expected: int
     asked: int
-    attempts: int
     complete: int
     failed: int
     cut: int

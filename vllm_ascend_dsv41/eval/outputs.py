@@ -30,7 +30,7 @@ class Question:
 @dataclass
 class Outputs:
     """``cells``: the summary's numbers by row, None for ``-``; ``versions``: digests of prompts; ``failed``: questions
-    of *_failed.jsonl; ``faults``: what could not be read."""
+    of *_failed.jsonl, which are among the questions, and wrong; ``faults``: what could not be read."""
 
     questions: list[Question] = field(default_factory=list)
     cells: dict[str, float | None] = field(default_factory=dict)
@@ -54,22 +54,21 @@ def read(work: Path) -> Outputs:
         found.faults.append("AISBench wrote nothing")
         return found
     run = runs[-1]
-    for path in sorted((run / "predictions" / MODEL).glob("*.jsonl")):
-        if path.stem.endswith("_failed"):
-            found.failed += sum(1 for _ in _lines(path, found))
-        else:
-            _predictions(path, run / "results" / MODEL / f"{path.stem}.json", found)
+    folder = run / "predictions" / MODEL
+    for part in sorted({path.stem.removesuffix("_failed") for path in folder.glob("*.jsonl")}):
+        _predictions(folder, part, run / "results" / MODEL / f"{part}.json", found)
     _summary(run / "summary", found)
     return found
 
 
 def _lines(path: Path, found: Outputs) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except ValueError:
             row = None
-        if isinstance(row, dict):
+        if isinstance(row, dict) and isinstance(row.get("id"), int):
             yield row
         else:
             found.faults.append(f"{path.name}: line {number} cannot be read")
@@ -80,21 +79,28 @@ def _key(prompt: Any) -> str:
     return prompt_key([{"role": ROLES.get(str(t.get("role"))), "content": t.get("prompt")} for t in turns])
 
 
-def _predictions(path: Path, results: Path, found: Outputs) -> None:
-    rows = {int(row["id"]): row for row in _lines(path, found) if "id" in row}
+def _predictions(folder: Path, part: str, results: Path, found: Outputs) -> None:
+    rows = {}
+    for name, prompt in ((f"{part}.jsonl", "origin_prompt"), (f"{part}_failed.jsonl", "input")):
+        for row in _lines(folder / name, found):
+            rows[int(row["id"])] = _key(row.get(prompt))
+            found.failed += prompt == "input"
     try:
         judged = json.loads(results.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found.faults.append(f"{path.stem}: was not judged ({results.name} is missing or unreadable)")
+        found.faults.append(f"{part}: was not judged ({results.name} is missing or unreadable)")
         judged = {}
     marks = _marks(judged, len(rows))
-    for number, row in sorted(rows.items()):
-        found.questions.append(Question(path.stem, number, _key(row.get("origin_prompt")), marks.get(number)))
+    for number, key in sorted(rows.items()):
+        found.questions.append(Question(part, number, key, marks.get(number)))
 
 
 def _marks(judged: dict[str, Any], count: int) -> dict[int, bool]:
-    """By question; none unless they add up to the accuracy that is told."""
+    """By question; none unless they add up to the accuracy that is told. Details are a mapping from numbers, or a list
+    whose entries end in their number."""
     details = judged.get("details")
+    if isinstance(details, list):
+        details = {str(one.get("example_abbr")).rpartition("_")[2]: one for one in details if isinstance(one, dict)}
     if not isinstance(details, dict):
         return {}
     marks: dict[int, bool] = {}
@@ -108,7 +114,7 @@ def _marks(judged: dict[str, Any], count: int) -> dict[int, bool]:
             mark = str(detail["predictions"]).strip() == str(detail["references"]).strip()
         if mark is not None:
             marks[int(name)] = bool(mark)
-    accuracy = judged.get("accuracy")
+    accuracy = judged.get("accuracy", judged.get("pass@1"))
     adds_up = isinstance(accuracy, (int, float)) and abs(100 * sum(marks.values()) / max(1, count) - accuracy) < 0.01
     return marks if len(marks) == count and adds_up else {}
 

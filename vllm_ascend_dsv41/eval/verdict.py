@@ -9,6 +9,7 @@ from enum import Enum
 
 from ..deploy.check.drafts import ACCEPTED, DRAFTS, ENOUGH, STUCK
 from .records import Record
+from .text import LOOPS
 
 #: Share of answers that may be cut, empty or still in thought before a run says nothing about the model.
 MOST_UNUSABLE = 0.02
@@ -47,12 +48,11 @@ class Reasons:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Requests by what became of them; the last attempt at each counts."""
+    """Requests by what became of them."""
 
     expected: int
     asked: int
     kinds: Mapping[str, int]
-    attempts: int
     leaked: int
     looping: int
     reasoned: int
@@ -70,19 +70,18 @@ class Accounting:
         return sum(self.kinds.get(kind, 0) for kind in ("cut", "unfinished thought", "empty"))
 
 
-def account(expected: int, last: Sequence[Record], attempts: int, loops: float) -> Accounting:
-    """``last``: the attempt that counts, of each request."""
-    answered = [record for record in last if record.answered]
+def account(expected: int, records: Sequence[Record]) -> Accounting:
+    """``expected``: requests that were to be sent."""
+    answered = [record for record in records if record.answered]
     return Accounting(
         expected=expected,
-        asked=len(last),
-        kinds=dict(Counter(record.kind for record in last)),
-        attempts=attempts,
+        asked=len(records),
+        kinds=dict(Counter(record.kind for record in records)),
         leaked=sum(record.leaked for record in answered),
-        looping=sum(record.loops >= loops for record in answered),
+        looping=sum(record.loops >= LOOPS for record in answered),
         reasoned=sum(record.reasoning > 0 for record in answered),
         models=tuple(sorted({record.model for record in answered if record.model})),
-        errors=tuple(dict.fromkeys(record.error for record in last if record.error))[:5],
+        errors=tuple(dict.fromkeys(record.error for record in records if record.error))[:5],
     )
 
 
@@ -90,6 +89,8 @@ def judge_requests(found: Accounting, model: str, thinking: bool | None, most: f
     """``thinking``: whether answers must have thoughts, None where that was not asked for."""
     if found.asked < found.expected:
         reasons.invalid.append(f"{found.expected - found.asked} of {found.expected} requests were never sent")
+    if found.asked > found.expected:
+        reasons.invalid.append(f"{found.asked} requests were sent for {found.expected} questions")
     if found.failed:
         said = f": {found.errors[0]}" if found.errors else ""
         reasons.invalid.append(f"{found.failed} of {found.asked} requests failed{said}")
@@ -111,8 +112,6 @@ def judge_requests(found: Accounting, model: str, thinking: bool | None, most: f
         reasons.invalid.append(f"thinking was turned off and {found.reasoned} answers have thoughts")
     if answered and found.looping > MOST_LOOPING * answered:
         reasons.degraded.append(f"{found.looping} of {answered} answers repeat themselves")
-    if found.attempts > found.asked:
-        reasons.degraded.append(f"{found.attempts - found.asked} requests were asked again after a failure")
 
 
 def judge_server(before: Mapping[str, float], after: Mapping[str, float], reasons: Reasons) -> None:

@@ -21,11 +21,18 @@ def talking(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def server(talking, tmp_path_factory):
+def startup_report(tmp_path_factory):
+    """What the server writes when it is ready."""
+    return tmp_path_factory.mktemp("report") / "startup.json"
+
+
+@pytest.fixture(scope="session")
+def server(talking, startup_report, tmp_path_factory):
     """As ``dsv41 demo`` starts it."""
     # memory must stand still in test_load.py: a block takes its memory when it is first written, and oneDNN keeps code
     # for the last 1,024 shapes that it multiplied, some 400 MiB
     environment = {**ENVIRONMENT, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_ARENA_MAX": "2"}
+    environment["DSV41_STARTUP_REPORT"] = str(startup_report)
     options = [*FLAGS, "--enable-prompt-tokens-details", "--num-gpu-blocks-override", "1500"]
     with Server(talking, options, tmp_path_factory.mktemp("log") / "server.log", env=environment) as running:
         yield running

@@ -125,13 +125,15 @@ def _rows(path: Path, data: bytes, aisbench: AISBench) -> int:
 def check_jsonl(path: Path, keys: Sequence[str] = ("question", "answer")) -> list[dict[str, str]]:
     """Lines with text under each key. Raises EvalError with the first line that has not."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")  # U+2028 ends no line
     except (OSError, UnicodeDecodeError) as error:
         raise EvalError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            raise EvalError(f"{path}: line {number} is empty; AISBench reads a question from every line")
+            raise EvalError(
+                f"{path}: line {number} is empty; expected {{{', '.join(f'{key!r}: ...' for key in keys)}}}"
+            )
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -141,6 +143,4 @@ def check_jsonl(path: Path, keys: Sequence[str] = ("question", "answer")) -> lis
         if missing:
             raise EvalError(f"{path}: line {number}: expected text under {' and '.join(map(repr, missing))}")
         rows.append(row)
-    if not rows:
-        raise EvalError(f"{path}: is empty; expected lines {{{', '.join(f'{key!r}: ...' for key in keys)}}}")
     return rows

@@ -181,7 +181,7 @@ class Manifest(Part):
     dataset: Dataset
     draft: Draft
     topology: dict[str, Any] | None = None
-    engram: list[dict[str, Any]] | None = None
+    engram: list[str] | None = Field(default=None, description="tables, and where they lie, by the startup report")
     startup_report: dict[str, Any] | None = None
     versions: dict[str, str] = Field(description="on this machine; those of the server are in the startup report")
     image_digest: str | None = None

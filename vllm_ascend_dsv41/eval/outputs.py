@@ -62,8 +62,9 @@ def read(work: Path) -> Outputs:
 
 
 def _lines(path: Path, found: Outputs) -> Iterator[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
+    # not splitlines(), for which U+2028 within a text ends a line, too
+    lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n") if path.is_file() else []
+    for number, line in enumerate(filter(None, lines), 1):
         try:
             row = json.loads(line)
         except ValueError:

@@ -203,7 +203,7 @@ def common(
         "effort": manifest.Effort(asked=options.effort or "off", in_prompt=facts.effort_in(before.encoder.text)),
         "draft": draft,
         "topology": (report or {}).get("parallel"),
-        "engram": (report or {}).get("engram"),
+        "engram": [str(one) for one in report.get("engram", ())] if report else None,
         "startup_report": report,
         "versions": versions(),
         "image_digest": options.image_digest,

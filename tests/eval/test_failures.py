@@ -38,17 +38,11 @@ CUT_IN_THOUGHT = Said(content=None, reasoning="so it must be 7", finish="length"
     ("said", "status", "reason", "value"),
     [
         ([Said()], OK, None, 100.0),
-        ([Said(status=500)], INVALID, "6 of 6 requests failed: out of luck", None),
         # AISBench: 83.33, as if it had answered wrongly, and exit status 0
         ([Said(status=500), Said()], INVALID, "1 of 6 requests failed: out of luck", 83.3333),
-        ([Said(status=None), Said()], INVALID, "1 of 6 requests failed", 83.3333),
         # AISBench: 100.00, since the last number of a thought is scored
         ([CUT_IN_THOUGHT], INVALID, "6 of 6 answers: unfinished thought", 0.0),
         ([Said(finish="length")], INVALID, "6 of 6 answers: cut", 100.0),
-        ([Said(content=None)], INVALID, "6 of 6 answers: empty", 0.0),
-        ([Said(), Said(model="another")], INVALID, "answers came from another", 100.0),
-        ([Said(reasoning=None)], INVALID, "thinking was asked for and no answer has thoughts", 100.0),
-        ([Said(content="answer: 7 " * 40)], DEGRADED, "6 of 6 answers repeat themselves", 100.0),
     ],
     ids=lambda value: None if isinstance(value, list) else str(value)[:40],
 )
@@ -134,7 +128,7 @@ def test_limit_and_one_file_of_ones_own(bench, tmp_path):
     assert made.effort.asked == "off"
 
 
-def test_before_anything_is_asked(data, bench, tmp_path, capsys):
+def test_before_anything_is_asked(data, tmp_path, capsys):
     """No request is sent, and the manifest says why."""
     service = answers(Said())
     cases = [
@@ -158,7 +152,7 @@ def test_before_anything_is_asked(data, bench, tmp_path, capsys):
     assert "cannot be reached" in made.reasons[0]
 
 
-def test_a_data_set_changed_by_one_character(data, bench, tmp_path):
+def test_a_data_set_changed_by_one_character(data, tmp_path):
     file = data / "ais_bench" / "datasets" / "gsm8k" / "test.jsonl"
     with serving(answers(Said())) as url:
         _, made, _ = run("http://127.0.0.1:9", data, tmp_path / "one")
@@ -180,7 +174,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_files_that_hold_no_questions(what, bench, tmp_path):
+def test_files_that_hold_no_questions(what, tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text(BAD[what])
     with serving(answers(Said())) as url:
@@ -198,7 +192,7 @@ def test_files_that_hold_no_questions(what, bench, tmp_path):
         (["--dataset", "gsm8k", "--url", "http://127.0.0.1:9", "--startup-report", "no.json"], "no startup report"),
     ],
 )
-def test_usage(arguments, said, bench):
+def test_usage(arguments, said):
     command = [sys.executable, "-m", "vllm_ascend_dsv41.cli", "eval", "accuracy", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (USAGE, "")

@@ -12,7 +12,6 @@ from pathlib import Path
 from ..deploy.check import Service
 from ..deploy.launch import table
 from . import aisbench, configs, datasets, manifest, outputs, run
-from .aisbench import AISBench
 from .errors import EvalError
 from .facts import percentiles
 from .records import Record
@@ -40,18 +39,18 @@ class AccuracyOptions(run.Options):
 def accuracy(options: AccuracyOptions) -> manifest.Manifest:
     """Ask, judge, write the run's folder and say what was found. Raises EvalError for what is wrong with the options;
     everything that is wrong with the service or the data makes the run invalid."""
-    bench = aisbench.setup()
+    interval(0, 1)  # whether scipy is there is better known before the run
     unknown: list[str] = []
     reasons, began = Reasons(), run.now()
     with run.opened(options) as service:
         before = run.look(service, options, reasons)
-        data = _data(options, bench, reasons)
+        data = _data(options, reasons)
         records: list[Record] = []
         found, end, limit, status = outputs.Outputs(), None, options.max_tokens or 0, 0
         with run.Folder(options.output, data.name) as folder:
             if not reasons.invalid:
                 limit = run.longest_answer(service, options, _longest_question(options))
-                status = _ask(options, service, bench, data, limit, folder, records)
+                status = _ask(options, service, data, limit, folder, records)
                 found = outputs.read(folder.path / "aisbench")
                 end = run.after(service, before, reasons, unknown)
             kinds = _kinds(records, found.questions)
@@ -59,7 +58,7 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
             counts = account(expected, records)
             if end is not None:
                 _judge(options, data, found, counts, before.service.model, status, reasons)
-                if _data(options, bench, Reasons()).files != data.files:
+                if _data(options, Reasons()).files != data.files:
                     reasons.invalid.append("the data set was changed during the run")
             made = manifest.Manifest(
                 kind="accuracy",
@@ -73,7 +72,7 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
                     limit=options.limit,
                     prompt_version=_one(found.versions.values()),
                 ),
-                tools=run.tools(bench),
+                tools={"aisbench": aisbench.version()},
                 requests=_requests(counts, records),
                 score=_score(found, kinds),
             )
@@ -84,9 +83,9 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
     return made
 
 
-def _data(options: AccuracyOptions, bench: AISBench, reasons: Reasons) -> datasets.Data:
+def _data(options: AccuracyOptions, reasons: Reasons) -> datasets.Data:
     try:
-        data = datasets.find(options.dataset, options.data, bench)
+        data = datasets.find(options.dataset, options.data)
     except EvalError as error:
         if options.dataset not in datasets.KNOWN and not options.dataset.endswith(".jsonl"):
             raise
@@ -108,14 +107,13 @@ def _longest_question(options: AccuracyOptions) -> int:
 def _ask(
     options: AccuracyOptions,
     service: Service,
-    bench: AISBench,
     data: datasets.Data,
     limit: int,
     folder: run.Folder,
     records: list[Record],
 ) -> int:
     """AISBench's exit status, for what it is worth."""
-    lock = threading.Lock()
+    bench, lock = aisbench.setup(), threading.Lock()
 
     def keep(record: Record) -> None:
         with lock:

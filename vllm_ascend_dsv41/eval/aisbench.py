@@ -45,13 +45,17 @@ def pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
+def version() -> str:
+    """Of AISBench."""
+    return pins()["ais-bench-benchmark"]
+
+
 def place() -> Path:
     """Where the environment lies: by ``DSV41_AISBENCH``, or in the user's cache under what it is made of."""
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE]).expanduser().absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    version = pins()["ais-bench-benchmark"]
-    return cache / "vllm-ascend-dsv41" / f"aisbench-{version}-{_mark()[:12]}"
+    return cache / "vllm-ascend-dsv41" / f"aisbench-{version()}-{_mark()[:12]}"
 
 
 def _mark() -> str:
@@ -75,7 +79,7 @@ def installed() -> AISBench | None:
         complete = (root / COMPLETE).read_text() == _mark()
     except OSError:
         return None
-    return AISBench(root, pins()["ais-bench-benchmark"]) if complete else None
+    return AISBench(root, version()) if complete else None
 
 
 def setup(say: bool = True) -> AISBench:
@@ -87,7 +91,7 @@ def setup(say: bool = True) -> AISBench:
         if (found := installed()) is not None:
             return found
         if say:
-            print(f"AISBench {pins()['ais-bench-benchmark']} goes to {root}: 1.4 GB, some minutes", file=sys.stderr)
+            print(f"AISBench {version()} goes to {root}: 1.4 GB, some minutes", file=sys.stderr)
         _clear(root)
         _run([sys.executable, "-m", "venv", str(root)], "on Debian install python3-venv")
         remedy = (
@@ -97,7 +101,7 @@ def setup(say: bool = True) -> AISBench:
         pip = [str(root / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         _run([*pip, "-r", str(files(__package__).joinpath(LOCK))], remedy)
         _link_torch(root)
-        made = AISBench(root, pins()["ais-bench-benchmark"])
+        made = AISBench(root, version())
         _run([str(made.python), "-c", "import ais_bench.benchmark.cli.main, torch, pyarrow, datasets"], "see above")
         (root / COMPLETE).write_text(_mark())
     return made

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .aisbench import AISBench
+from .aisbench import setup
 from .errors import EvalError
 from .manifest import File
 
@@ -66,12 +66,12 @@ class Data:
     whole: int | None
 
 
-def find(name: str, root: Path | None, aisbench: AISBench) -> Data:
+def find(name: str, root: Path | None) -> Data:
     """A data set by its name below ``root``, or a file of one's own. Raises EvalError."""
     if name.endswith(".jsonl"):
         path = Path(name).expanduser().absolute()
         check_jsonl(path)
-        file = _file(path, path.parent, aisbench)
+        file = _file(path, path.parent)
         return Data(re.sub(r"[^\w.-]+", "-", path.stem), JSONL_CONFIG, None, (file,), file.rows, None)
     if name not in KNOWN:
         raise EvalError(f"data set {name!r}: expected {', '.join(KNOWN)}, or a file NAME.jsonl")
@@ -81,7 +81,7 @@ def find(name: str, root: Path | None, aisbench: AISBench) -> Data:
     known, base = KNOWN[name], base.expanduser().absolute()
     folder = base / "ais_bench" / "datasets" / known.folder
     asked, beside = _matches(folder, known.asked), _matches(folder, known.beside)
-    files = tuple(_file(path, folder, aisbench) for path in (*asked, *beside))
+    files = tuple(_file(path, folder) for path in (*asked, *beside))
     questions = sum(file.rows for file in files[: len(asked)]) if known.every_row else None
     return Data(name, known.config, base, files, questions, known.whole)
 
@@ -96,10 +96,10 @@ def _matches(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return found
 
 
-def _file(path: Path, folder: Path, aisbench: AISBench) -> File:
+def _file(path: Path, folder: Path) -> File:
     try:
         data = path.read_bytes()
-        rows = _rows(path, data, aisbench)
+        rows = _rows(path, data)
     except OSError as error:
         raise EvalError(f"{path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -108,14 +108,15 @@ def _file(path: Path, folder: Path, aisbench: AISBench) -> File:
     return File(path=str(path.relative_to(folder)), sha256=digest, bytes=len(data), rows=rows)
 
 
-def _rows(path: Path, data: bytes, aisbench: AISBench) -> int:
+def _rows(path: Path, data: bytes) -> int:
     if path.suffix == ".jsonl":
         return sum(1 for line in data.splitlines() if line.strip())
     if path.suffix == ".csv":
         return max(0, sum(1 for row in csv.reader(data.decode("utf-8-sig").splitlines(keepends=True)) if row) - 1)
     if path.suffix == ".parquet":
+        python = str(setup().python)  # pyarrow is there
         program = "import sys, pyarrow.parquet as p; print(p.read_metadata(sys.argv[1]).num_rows)"
-        done = subprocess.run([str(aisbench.python), "-c", program, str(path)], capture_output=True, text=True)
+        done = subprocess.run([python, "-c", program, str(path)], capture_output=True, text=True)
         if done.returncode != 0:
             raise EvalError(f"{path}: no Parquet file: {(done.stderr.splitlines() or ['?'])[-1]}")
         return int(done.stdout)

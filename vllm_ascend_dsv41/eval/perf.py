@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ..deploy.check import Service
 from . import aisbench, configs, datasets, manifest, run
-from .aisbench import AISBench
 from .benches import Ask, ask_aisbench, ask_vllm
 from .chart import chart
 from .errors import EvalError
@@ -67,9 +66,10 @@ class Prompts:
 def perf(options: PerfOptions) -> manifest.Manifest:
     """Measure, judge, write the run's folder and say what was found. Raises EvalError."""
     prompts = _prompts(options)
-    bench = aisbench.setup() if "aisbench" in options.tools else None
     if "vllm" in options.tools and (find_spec("vllm") is None or find_spec("pandas") is None):
         raise EvalError("vllm bench serve takes vllm and pandas; install them, or pass --tools aisbench")
+    if find_spec("matplotlib") is None:  # better known before the run
+        raise EvalError("matplotlib is missing; pip install 'vllm-ascend-dsv41[eval]'")
     unknown: list[str] = []
     reasons, began = Reasons(), run.now()
     with run.opened(options) as service:
@@ -79,7 +79,7 @@ def perf(options: PerfOptions) -> manifest.Manifest:
         with run.Folder(options.output, "perf") as folder:
             if not reasons.invalid:
                 limit = min(run.longest_answer(service, options), options.max_tokens or 256)
-                _measure(options, service, bench, prompts, limit, folder, levels, reasons)
+                _measure(options, service, prompts, limit, folder, levels, reasons)
                 end = run.after(service, before, reasons, unknown)
             made = manifest.Manifest(
                 kind="perf",
@@ -88,7 +88,7 @@ def perf(options: PerfOptions) -> manifest.Manifest:
                 dataset=manifest.Dataset(
                     name="text", config=f"{options.prompt_words} words", files=prompts.files, questions=options.total
                 ),
-                tools=run.tools(bench),
+                tools={"aisbench": aisbench.version()},
                 levels=levels,
                 prompts={
                     "words": sum(len(words(text)) for text in prompts.texts) / len(prompts.texts),
@@ -144,7 +144,6 @@ def _own_sources() -> list[Path]:
 def _measure(
     options: PerfOptions,
     service: Service,
-    bench: AISBench | None,
     prompts: Prompts,
     limit: int,
     folder: run.Folder,
@@ -159,6 +158,7 @@ def _measure(
             records.append(record)
             folder.add(record)
 
+    bench = aisbench.setup() if "aisbench" in options.tools else None
     at, tokenizer = 0, configs.write_tokenizer(folder.path)
     with Relay(service.url, options.key, options.timeout, keep) as relay:
         for concurrency in options.concurrency:

@@ -17,7 +17,6 @@ from openai import APIStatusError, OpenAIError
 from ..deploy.check import Service
 from ..versions import versions
 from . import facts, manifest
-from .aisbench import AISBench
 from .errors import EvalError
 from .records import Record
 from .verdict import Reasons, judge_server
@@ -229,8 +228,3 @@ def now() -> datetime:
 def opened(options: Options) -> contextlib.closing[Service]:
     """The service as the checks talk to it. Raises AddressError."""
     return contextlib.closing(Service(options.url, options.key, min(options.timeout, 300.0), options.model))
-
-
-def tools(aisbench: AISBench | None) -> dict[str, str]:
-    """Versions of what asked."""
-    return {"aisbench": aisbench.version} if aisbench else {}

@@ -91,7 +91,7 @@ def _common(parser: argparse.ArgumentParser, temperature: float) -> None:
     parser.add_argument("--output", type=Path, default=Path("eval-runs"), metavar="DIR", help="(default: %(default)s)")
     record = parser.add_argument_group("for the manifest")
     record.add_argument("--checkpoint", type=Path, metavar="CKPT", help="(default: what the service names, if here)")
-    record.add_argument("--startup-report", type=Path, metavar="FILE", help="that the server wrote (dsv41 serve --startup-report)")
+    record.add_argument("--startup-report", type=Path, metavar="FILE", help="of dsv41 serve --startup-report")
     record.add_argument("--image-digest", metavar="SHA256", help="of the server's container image")
 
 

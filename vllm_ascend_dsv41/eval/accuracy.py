@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..deploy.launch import table
 from . import aisbench, configs, datasets, manifest, outputs, run
 from .errors import EvalError
 from .facts import percentiles
-from .records import Record
+from .records import Record, prompt_key
 from .relay import Relay
 from .statistics import interval
 from .verdict import MOST_UNUSABLE, Accounting, Reasons, account, judge_requests
@@ -52,12 +52,13 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
                 limit = run.longest_answer(service, options, _longest_question(options))
                 status = _ask(options, service, data, limit, folder, records)
                 found = outputs.read(folder.path / "aisbench")
-                end = run.after(service, before, reasons, unknown)
+                end = run.after(service, before, len(records), reasons, unknown)
             kinds = _kinds(records, found.questions)
             expected = _expected(options, data, found)
             counts = account(expected, records)
             if end is not None:
                 _judge(options, data, found, counts, before.service.model, status, reasons)
+                _judge_sent(options, records, limit, reasons)
                 if _data(options, Reasons()).files != data.files:
                     reasons.invalid.append("the data set was changed during the run")
             made = manifest.Manifest(
@@ -141,14 +142,18 @@ Kinds = dict[tuple[str, int], str]
 
 
 def _kinds(records: Sequence[Record], questions: Sequence[outputs.Question]) -> Kinds:
-    """What became of the request of each question; questions with the same prompt share its requests."""
-    by_prompt: dict[str, list[str]] = defaultdict(list)
+    """What became of the request of each question. Questions with the same prompt are told apart by their answers."""
+    by_prompt: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        by_prompt[record.key].append(record.kind)
+        by_prompt[record.key].append(record)
     found = {}
-    for question in questions:
-        kinds = by_prompt[question.key]
-        found[question.part, question.number] = kinds.pop() if kinds else "not asked"
+    for question in sorted(questions, key=lambda question: not question.reply):  # those that failed take what is left
+        asked = by_prompt[question.key]
+        same = [record for record in asked if record.answered and record.reply == question.reply]
+        mine = (same or [record for record in asked if not record.answered] or asked)[:1]
+        for record in mine:
+            asked.remove(record)
+        found[question.part, question.number] = mine[0].kind if mine else "not asked"
     return found
 
 
@@ -186,6 +191,19 @@ def _judge(
         reasons.degraded.append(f"{data.name} has {data.questions} questions; {data.whole} were published")
 
 
+def _judge_sent(options: AccuracyOptions, records: Sequence[Record], limit: int, reasons: Reasons) -> None:
+    """Whether what was sent is what the manifest says."""
+    wanted = {**options.body, "max_tokens": limit}
+    other = sum(any(record.asked.get(name) != value for name, value in wanted.items()) for record in records)
+    if other:
+        reasons.invalid.append(f"{other} requests had other options than {wanted}: does the data set set its own?")
+    if options.dataset.endswith(".jsonl"):
+        rows = datasets.check_jsonl(Path(options.dataset).expanduser())[: options.limit]
+        mine = Counter(prompt_key([{"role": "user", "content": row["question"]}]) for row in rows)
+        if missing := mine - Counter(record.key for record in records):
+            reasons.invalid.append(f"{missing.total()} questions were not sent as they are in {options.dataset}")
+
+
 def _score(found: outputs.Outputs, kinds: Kinds) -> manifest.Score | None:
     values = [value for value in found.cells.values() if value is not None]
     if not values or not found.questions:
@@ -197,7 +215,7 @@ def _score(found: outputs.Outputs, kinds: Kinds) -> manifest.Score | None:
         right = sum(bool(q.right) and kinds[q.part, q.number] not in NEVER_RIGHT for q in found.questions)
         value, (low, high) = 100 * right / total, (100 * end for end in interval(right, total))
     return manifest.Score(
-        metric=_one(found.metrics.values()) or "accuracy",
+        metric="accuracy" if "accuracy" in found.metrics.values() else _one(found.metrics.values()) or "accuracy",
         value=round(value, 4),
         right=right,
         questions=total,

@@ -84,7 +84,16 @@ def installed() -> AISBench | None:
 
 def setup(say: bool = True) -> AISBench:
     """Make the environment, unless it is there: 1.4 GB, some two minutes. Raises EvalError."""
+    if (found := installed()) is not None:
+        return found
     root = place()
+    try:
+        return _make(root, say)
+    except OSError as error:
+        raise EvalError(f"{root}: {error.strerror}; name a folder that can be written in {VARIABLE}") from error
+
+
+def _make(root: Path, say: bool) -> AISBench:
     root.parent.mkdir(parents=True, exist_ok=True)
     with (root.parent / f".{root.name}.lock").open("w") as lock:
         flock(lock, LOCK_EX)  # another start may be making it
@@ -129,7 +138,8 @@ def _link_torch(root: Path) -> None:
 
 
 def _run(command: Sequence[str], remedy: str) -> None:
-    kept = {**os.environ, "PYTHONNOUSERSITE": "1"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    kept["PYTHONNOUSERSITE"] = "1"
     done = subprocess.run(command, capture_output=True, text=True, env=kept)
     if done.returncode != 0:
         said = "\n".join((done.stderr or done.stdout).splitlines()[-8:])
@@ -148,7 +158,9 @@ def run(aisbench: AISBench, arguments: Sequence[str], log: Path, variables: Mapp
     server is down. Ends it and its children when this process is interrupted."""
     command = [str(aisbench.python), str(aisbench.root / "bin" / "ais_bench"), *arguments]
     # dumb, and no input: it draws with curses where it can
+    # neither another Python's packages: Ascend's set_env.sh sets PYTHONPATH
     kept = environment({"TERM": "dumb", "NO_COLOR": "1", "PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", **variables})
+    kept = {name: value for name, value in kept.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     # a folder of its own: it reads ./configs and writes ./tmp
     with log.open("wb") as output, tempfile.TemporaryDirectory(prefix="dsv41-aisbench-") as place:
         process = subprocess.Popen(

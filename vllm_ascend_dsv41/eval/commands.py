@@ -12,7 +12,7 @@ from typing import Any
 from ..deploy.commands import count, positive
 from .errors import EvalError
 
-USAGE = 2
+USAGE, LOST = 2, 3
 COMMON = (
     *("url", "model", "timeout", "effort", "temperature", "top_p", "seed", "max_tokens"),
     *("output", "checkpoint", "startup_report", "image_digest"),
@@ -124,7 +124,10 @@ def _share(text: str) -> float:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(count(part) for part in text.split(","))
+    found = tuple(count(part) for part in text.split(","))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: each once")
+    return found
 
 
 def _tools(text: str) -> tuple[str, ...]:
@@ -144,6 +147,12 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 def _refused(error: Exception) -> int:
     print(f"dsv41: error: {error}", file=sys.stderr)
     return USAGE
+
+
+def _lost(error: Exception) -> int:
+    """Not the status of a run that is degraded."""
+    print(f"dsv41: error: the run has no manifest: {error}", file=sys.stderr)
+    return LOST
 
 
 def _setup(args: argparse.Namespace) -> int:
@@ -175,6 +184,8 @@ def _accuracy(args: argparse.Namespace) -> int:
         return accuracy(options).verdict.status
     except (EvalError, AddressError) as error:
         return _refused(error)
+    except (ValueError, OSError) as error:
+        return _lost(error)
 
 
 def _perf(args: argparse.Namespace) -> int:
@@ -194,6 +205,8 @@ def _perf(args: argparse.Namespace) -> int:
         return perf(options).verdict.status
     except (EvalError, AddressError) as error:
         return _refused(error)
+    except (ValueError, OSError) as error:
+        return _lost(error)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -77,6 +77,8 @@ def _conditions(first: manifest.Manifest, second: manifest.Manifest, found: Comp
     """What must be equal: questions, how they are encoded, effort and sampling."""
     for name in ("dataset", "effort", "sampling"):
         mine, theirs = getattr(first, name).model_dump(), getattr(second, name).model_dump()
+        if name == "effort" and None in (mine["in_prompt"], theirs["in_prompt"]) and mine["asked"] == theirs["asked"]:
+            mine["in_prompt"] = theirs["in_prompt"] = None
         if name == "sampling":
             for given in (mine, theirs):
                 given.pop("server_defaults")  # of options that requests do not say: a caution
@@ -142,6 +144,9 @@ def _scores(
         found.against.append("a run has no score")
         return
     found.numbers.append((first.score.metric, first.score.value, second.score.value))
+    if not mine or not theirs:
+        found.cautions.append(f"no paired test: a run has no {QUESTIONS} beside its manifest")
+        return
     if set(mine) != set(theirs) and not found.against:
         found.against.append("the questions differ, though the files are equal")
     pairs = [(mine[key], theirs[key]) for key in mine if key in theirs]
@@ -160,6 +165,8 @@ def _speeds(first: manifest.Manifest, second: manifest.Manifest, found: Comparis
         if other is not None:
             name = f"{level.tool}, {level.concurrency} at once: useful tokens/s"
             found.numbers.append((name, level.useful_throughput, other.useful_throughput))
+            if abs((level.prefix_hits or 0.0) - (other.prefix_hits or 0.0)) > 0.1:
+                found.cautions.append(f"{name}: other shares of the prompts came from the prefix cache")
     if not found.numbers:
         found.against.append("no level of the one has the tool and concurrency of one of the other")
     found.cautions.append("one run of each: how much a speed varies from run to run is not known")

@@ -72,7 +72,8 @@ def find(name: str, root: Path | None) -> Data:
         path = Path(name).expanduser().absolute()
         check_jsonl(path)
         file = _file(path, path.parent)
-        return Data(re.sub(r"[^\w.-]+", "-", path.stem), JSONL_CONFIG, None, (file,), file.rows, None)
+        plain = re.sub(r"[^\w.-]+", "-", path.stem).removesuffix("_failed")  # AISBench's own ending
+        return Data(plain or "set", JSONL_CONFIG, None, (file,), file.rows, None)
     if name not in KNOWN:
         raise EvalError(f"data set {name!r}: expected {', '.join(KNOWN)}, or a file NAME.jsonl")
     base = root or (Path(os.environ[CACHE]) if os.environ.get(CACHE) else None)
@@ -143,5 +144,12 @@ def check_jsonl(path: Path, keys: Sequence[str] = ("question", "answer")) -> lis
         missing = [key for key in keys if not isinstance(row.get(key), str) or not row[key]]
         if missing:
             raise EvalError(f"{path}: line {number}: expected text under {' and '.join(map(repr, missing))}")
+        broken = [key for key in keys if row[key].encode("utf-8", "ignore").decode() != row[key]]
+        if broken:
+            raise EvalError(f"{path}: line {number}: half a surrogate pair under {' and '.join(map(repr, broken))}")
+        if "question" in keys and re.search(r"\{(question|answer)\}", row["question"]):
+            raise EvalError(
+                f"{path}: line {number}: AISBench fills {{question}} and {{answer}} in; write them otherwise"
+            )
         rows.append(row)
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import platform
 import re
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from openai import OpenAIError
 from safetensors import SafetensorError, safe_open
 
@@ -25,7 +27,7 @@ from .verdict import STARTED
 
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 POSITION = re.compile(
-    r'^vllm:spec_decode_num_accepted_tokens_per_pos_total\{[^}]*position="(\d+)"[^}]*\} (\S+)$', re.MULTILINE
+    r'^vllm:spec_decode_num_accepted_tokens_per_pos_total\{[^}]*position="(\d+)"[^}]*\} ([\d.e+]+)$', re.MULTILINE
 )
 ENCODER = "deepseek_v41_encoding.py"
 
@@ -35,7 +37,7 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         pages = [service.metrics() for _ in range(3)]
-        self.values = pages[-1]
+        self.values = {name: value for name, value in pages[-1].items() if math.isfinite(value)}
         self.several = len({page.get(STARTED) for page in pages}) > 1
         self.positions: dict[int, float] = {}
         for position, value in POSITION.findall(service.metrics_page()):
@@ -68,10 +70,10 @@ def checkpoint_facts(path: Path | None) -> manifest.Checkpoint:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         shards = [file for file in path.rglob("*.safetensors") if file.is_file()]
         size = sum(file.stat().st_size for file in shards)
-    except (OSError, ValueError) as error:
+        quantization = config.get("quantization_config") or {}
+        weights = quantization.get("model_quant_type") or quantization.get("quant_method") or config.get("dtype")
+    except (OSError, ValueError, AttributeError) as error:
         raise EvalError(f"{path}: no checkpoint can be read there ({error}); pass --checkpoint DIR") from error
-    quantization = config.get("quantization_config") or {}
-    weights = quantization.get("model_quant_type") or quantization.get("quant_method") or config.get("dtype")
     return manifest.Checkpoint(
         path=str(path),
         digests=fingerprint.checkpoint(path),
@@ -89,7 +91,7 @@ def _engram_dtype(path: Path) -> str | None:
         name = next(name for name in places if re.fullmatch(r"(?:model\.)?layers\.\d+\.engram\.embed\.weight", name))
         with safe_open(path / places[name], framework="numpy") as stored:
             return str(stored.get_slice(name).get_dtype())
-    except (OSError, ValueError, KeyError, StopIteration, SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, StopIteration, SafetensorError):
         return None
 
 
@@ -160,7 +162,8 @@ def startup_report(path: Path | None) -> dict[str, Any] | None:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EvalError(f"{path}: no startup report can be read ({error})") from error
-    if not isinstance(report, dict) or "parallel" not in report:
+    kinds = {"parallel": dict, "engram": list, "versions": dict}
+    if not isinstance(report, dict) or not all(isinstance(report.get(name), kind) for name, kind in kinds.items()):
         raise EvalError(f"{path}: no startup report; the server writes one where DSV41_STARTUP_REPORT names a file")
     return report
 
@@ -177,10 +180,5 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     """mean, p50, p90, p99, max; empty without values."""
     if not values:
         return {}
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-    found = {"mean": sum(ordered) / len(ordered), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": ordered[-1]}
-    return {name: round(value, 6) for name, value in found.items()}
+    at = dict(zip(("p50", "p90", "p99", "max"), np.percentile(values, (50, 90, 99, 100)), strict=True))
+    return {name: round(float(value), 6) for name, value in {"mean": np.mean(values), **at}.items()}

@@ -73,6 +73,7 @@ class Sampling(Part):
     top_p: float
     seed: int | None
     max_tokens: int
+    ignore_eos: bool = False
     server_defaults: dict[str, Any] | None = Field(default=None, description="generation_config.json of the checkpoint")
 
 
@@ -195,7 +196,8 @@ class Manifest(Part):
 def write(manifest: Manifest, path: Path) -> None:
     """Under its name only when complete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(manifest.model_dump(), indent=1, ensure_ascii=False) + "\n"
+    partial.write_bytes(text.encode("utf-8", "replace"))  # half surrogate pairs of arguments and answers
     partial.replace(path)
 
 

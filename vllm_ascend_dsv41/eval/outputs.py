@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .configs import MODEL
-from .records import prompt_key
+from .records import prompt_key, reply_key
 
 #: Roles in AISBench's prompts.
 ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system", "TOOL": "tool"}
@@ -25,6 +25,7 @@ class Question:
     number: int
     key: str
     right: bool | None
+    reply: str = ""  # names the answer that was judged; empty where there was none
 
 
 @dataclass
@@ -84,7 +85,9 @@ def _predictions(folder: Path, part: str, results: Path, found: Outputs) -> None
     rows = {}
     for name, prompt in ((f"{part}.jsonl", "origin_prompt"), (f"{part}_failed.jsonl", "input")):
         for row in _lines(folder / name, found):
-            rows[int(row["id"])] = _key(row.get(prompt))
+            said = row.get("prediction")
+            reply = reply_key(said) if isinstance(said, str) and prompt != "input" else ""
+            rows[int(row["id"])] = _key(row.get(prompt)), reply
             found.failed += prompt == "input"
     try:
         judged = json.loads(results.read_text(encoding="utf-8"))
@@ -92,8 +95,8 @@ def _predictions(folder: Path, part: str, results: Path, found: Outputs) -> None
         found.faults.append(f"{part}: was not judged ({results.name} is missing or unreadable)")
         judged = {}
     marks = _marks(judged, len(rows))
-    for number, key in sorted(rows.items()):
-        found.questions.append(Question(part, number, key, marks.get(number)))
+    for number, (key, reply) in sorted(rows.items()):
+        found.questions.append(Question(part, number, key, marks.get(number), reply))
 
 
 def _marks(judged: dict[str, Any], count: int) -> dict[int, bool]:
@@ -116,7 +119,9 @@ def _marks(judged: dict[str, Any], count: int) -> dict[int, bool]:
         if mark is not None:
             marks[int(name)] = bool(mark)
     accuracy = judged.get("accuracy", judged.get("pass@1"))
-    adds_up = isinstance(accuracy, (int, float)) and abs(100 * sum(marks.values()) / max(1, count) - accuracy) < 0.01
+    adds_up = isinstance(accuracy, (int, float)) and abs(
+        100 * sum(marks.values()) / max(1, count) - accuracy
+    ) < 50 / max(1, count)  # less than half a question
     return marks if len(marks) == count and adds_up else {}
 
 

@@ -29,6 +29,7 @@ from .text import distinct, passages, words
 from .verdict import Reasons, account, judge_requests
 
 TOOLS: tuple[Tool, ...] = ("aisbench", "vllm")
+MOST_CACHED = 0.5  # of prompt tokens; what is in front of every prompt is a part of that
 LEVELS, CHART = "levels.csv", "latency-throughput.png"
 QUESTION = "Explain in a few sentences what this says:\n\n"
 
@@ -80,11 +81,13 @@ def perf(options: PerfOptions) -> manifest.Manifest:
             if not reasons.invalid:
                 limit = min(run.longest_answer(service, options), options.max_tokens or 256)
                 _measure(options, service, prompts, limit, folder, levels, reasons)
-                end = run.after(service, before, reasons, unknown)
+                sent = sum(level.requests for level in levels)
+                end = run.after(service, before, sent, reasons, unknown)
+                plot(levels, folder.path / CHART, service.model, unknown)
             made = manifest.Manifest(
                 kind="perf",
                 **run.common(options, before, end, reasons, unknown, began),
-                sampling=run.sampling(options, before, limit),
+                sampling=run.sampling(options, before, limit, options.ignore_eos),
                 dataset=manifest.Dataset(
                     name="text", config=f"{options.prompt_words} words", files=prompts.files, questions=options.total
                 ),
@@ -97,12 +100,18 @@ def perf(options: PerfOptions) -> manifest.Manifest:
                 },
             )
             (folder.path / LEVELS).write_text(as_csv(levels), encoding="utf-8")
-            if levels:
-                chart(levels, folder.path / CHART, made.service.model)
             place = folder.finish(made)
     print(text(made))
     print(f"{place}: manifest, {LEVELS}, {CHART if levels else 'no plot'}, requests, the tools' own files")
     return made
+
+
+def plot(levels: list[manifest.Level], path: Path, model: str, unknown: list[str]) -> None:
+    """The chart; a run of hours is not lost for it."""
+    try:
+        chart(levels, path, model.replace("$", "\\$"))
+    except Exception as error:  # whatever a plotting library may raise
+        unknown.append(f"plot: {type(error).__name__}: {error}")
 
 
 def _prompts(options: PerfOptions) -> Prompts:
@@ -120,7 +129,8 @@ def _prompts(options: PerfOptions) -> Prompts:
         data = path.expanduser().read_bytes()
         digest = hashlib.sha256(data).hexdigest()
         rows = sum(1 for line in data.splitlines() if line.strip())
-        sources.append(manifest.File(path=str(path), sha256=digest, bytes=len(data), rows=rows))
+        sources.append(manifest.File(path=path.name, sha256=digest, bytes=len(data), rows=rows))
+    found = list(dict.fromkeys(found))  # each once
     missing = options.total - len(found)
     if missing > 0:
         try:
@@ -211,5 +221,7 @@ def _judge(
         mine.invalid.append(f"{level.tool} counts {said['completed']:.0f} answers, the relay {answers}")
     if level.completion_tokens == 0 and not counts.failed:
         mine.invalid.append("the service counts no tokens (usage)")
+    if level.prefix_hits is not None and level.prefix_hits > MOST_CACHED:
+        mine.degraded.append(f"{level.prefix_hits:.0%} of the prompts came from the prefix cache: asked before?")
     reasons.invalid += [f"{name}: {reason}" for reason in mine.invalid]
     reasons.degraded += [f"{name}: {reason}" for reason in mine.degraded]

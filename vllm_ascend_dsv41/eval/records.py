@@ -18,7 +18,12 @@ END_OF_THOUGHT = "</think>"
 def prompt_key(messages: Any) -> str:
     """Names a prompt: the texts of its messages, whatever else the request holds."""
     texts = [[m.get("role"), m.get("content")] for m in messages if isinstance(m, dict)] if messages else []
-    return hashlib.sha256(json.dumps(texts, ensure_ascii=False).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:32]
+
+
+def reply_key(text: str) -> str:
+    """Names an answer: thought and content together, however they are joined."""
+    return hashlib.sha256(text.replace(END_OF_THOUGHT, "").encode("utf-8", "replace")).hexdigest()[:32]
 
 
 @dataclass
@@ -45,6 +50,10 @@ class Reply:
                 self.done = True
             elif text.startswith(b"data:"):
                 self._event(text.removeprefix(b"data:"), when)
+
+    def end(self, when: float) -> None:
+        """The stream is over; its last line may lack its end."""
+        self.add(b"\n", when)
 
     def _event(self, data: bytes, when: float) -> None:
         try:
@@ -93,12 +102,12 @@ class Record:
     leaked: bool = False  # the mark behind a thought is in the content
     loops: float = 0.0  # share of the text that repeats what stands right before it
     text: str = ""  # of the content, for the diversity of answers; not written
+    reply: str = ""  # names the answer; not written
     times: list[float] = field(default_factory=list)
 
-    def ended(self) -> Record:
-        """The time that it took."""
+    def ended(self) -> None:
+        """The time that it took; before the answer is looked at."""
         self.latency = time.monotonic() - self.started
-        return self
 
     def whole(self, data: bytes) -> None:
         """An answer that was not streamed."""
@@ -106,7 +115,9 @@ class Record:
             answer = json.loads(data)
             if self.status != 200:
                 message = answer.get("error", answer) if isinstance(answer, dict) else answer
-                self.error = str(message.get("message", message) if isinstance(message, dict) else message)[:300]
+                self.error = f"status {self.status}"
+                said = str(message.get("message", message) if isinstance(message, dict) else message)
+                self.error = said[:300] or self.error
                 return
             choice = answer["choices"][0]
             message = choice["message"]
@@ -133,13 +144,15 @@ class Record:
         self.content, self.reasoning, self.calls = len(content), len(reasoning), calls
         self.leaked = END_OF_THOUGHT in content
         self.text = content
+        self.reply = reply_key(reasoning + content)
         self.loops = looping(reasoning + content)
 
     def _usage(self, usage: dict[str, Any] | None) -> None:
-        if usage:
+        if isinstance(usage, dict):
             self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
             self.completion_tokens = int(usage.get("completion_tokens") or 0)
-            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            details = usage.get("prompt_tokens_details")
+            self.cached_tokens = details.get("cached_tokens") if isinstance(details, dict) else None
 
     @property
     def answered(self) -> bool:

@@ -34,7 +34,7 @@ class Relay:
 
     def __init__(self, url: str, key: str, timeout: float, on_record: Callable[[Record], None]) -> None:
         self._upstream, self._timeout, self._on_record = url, timeout, on_record
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._key, self._headers = key, {"Authorization": f"Bearer {key}"} if key else {}
         self._started: Future[int] = Future()
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
@@ -68,7 +68,8 @@ class Relay:
             # benchmarks bound their own concurrency; a long answer in thought sends nothing for minutes when it is
             # not streamed, so that only the whole request has a limit
             limits = aiohttp.ClientTimeout(total=self._timeout, sock_connect=30)
-            connector = aiohttp.TCPConnector(limit=0)
+            # shorter than servers keep idle connections (5 s): a request on one that was just closed would fail
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             self._session = aiohttp.ClientSession(timeout=limits, connector=connector, headers=self._headers)
             self._started.set_result(int(runner.addresses[0][1]))
         except BaseException as error:
@@ -89,13 +90,16 @@ class Relay:
             record.error = record.error or "the benchmark hung up"
             raise
         finally:
-            self._on_record(record.ended())
+            record.latency = record.latency or time.monotonic() - record.started
+            self._on_record(record)
 
     async def _pass(self, request: web.Request, body: bytes, record: Record | None) -> web.StreamResponse:
         headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
         url = f"{self._upstream}{request.path_qs}"
         try:
-            async with self._session.request(request.method, url, data=body, headers=headers) as answer:
+            async with self._session.request(
+                request.method, url, data=body, headers=headers, allow_redirects=False
+            ) as answer:
                 back = web.StreamResponse(status=answer.status, headers=_kept(answer))
                 if record is None:
                     await back.prepare(request)
@@ -106,6 +110,9 @@ class Relay:
                 if record.streamed and answer.status == 200:
                     return await _stream(request, back, answer, record)
                 data = await answer.read()
+                record.ended()
+                if self._key and answer.status != 200:  # some services repeat the key that they refuse
+                    data = data.replace(self._key.encode(), b"***")
         except (aiohttp.ClientError, TimeoutError) as error:
             text = f"{type(error).__name__}: {error}".rstrip(": ")
             if record is not None:
@@ -134,6 +141,8 @@ async def _stream(
         record.error = f"the stream broke: {type(error).__name__}: {error}".rstrip(": ")
         if request.transport is not None:
             request.transport.abort()
+    record.ended()
+    reply.end(record.latency)
     record.streamed_reply(reply)
     if not record.error:
         with contextlib.suppress(ConnectionError):

@@ -23,6 +23,8 @@ from .verdict import Reasons, judge_server
 
 REQUESTS = "requests.jsonl"
 HELLO = "What is 17*19?"  # the question whose encoding is recorded
+FINISHED = "vllm:request_success_total"
+OWN = 1  # requests of the look itself
 RESERVE = 16384  # tokens of the context kept for the prompt
 
 
@@ -77,7 +79,7 @@ def look(service: Service, options: Options, reasons: Reasons) -> Look:
     found = Look(manifest.Service(url=service.url, model=options.model or ""))
     found.report = facts.startup_report(options.startup_report)
     try:
-        ids = [model.id for model in service.models]
+        ids = [str(model.id) for model in service.models]
         metrics = found.metrics = facts.Metrics(service)
         found.service = facts.service_facts(service, metrics)
     except APIStatusError as error:  # not its text, which may repeat the key
@@ -146,7 +148,7 @@ class Folder:
 
     def add(self, record: Record) -> None:
         """A line of requests.jsonl, at once."""
-        self.requests.write(json.dumps(record.as_json(), ensure_ascii=False) + "\n")
+        self.requests.write(json.dumps(record.as_json()) + "\n")
         self.requests.flush()
 
     def finish(self, made: manifest.Manifest) -> Path:
@@ -157,8 +159,8 @@ class Folder:
         return final
 
 
-def after(service: Service, before: Look, reasons: Reasons, unknown: list[str]) -> facts.Metrics:
-    """Look again: the same server, the same model."""
+def after(service: Service, before: Look, sent: int, reasons: Reasons, unknown: list[str]) -> facts.Metrics:
+    """Look again: the same server, the same model, and nobody else's requests beside the ``sent`` ones."""
     found = facts.Metrics(service)
     if before.metrics is None or not before.metrics.values:
         unknown.append("health of the server during the run: it has no /metrics")
@@ -166,6 +168,11 @@ def after(service: Service, before: Look, reasons: Reasons, unknown: list[str]) 
         unknown.append("restarts and acceptance: /metrics comes from several processes in turn")
     else:
         judge_server(before.metrics.values, found.values, reasons)
+        others = found.values.get(FINISHED, 0.0) - before.metrics.values.get(FINISHED, 0.0) - sent - OWN
+        if others > 0:
+            reasons.degraded.append(
+                f"{others:.0f} requests of others ran meanwhile: speeds and acceptance are theirs, too"
+            )
     try:
         listed = next((model for model in service.client.models.list() if model.id == service.model), None)
         root = (listed.model_extra or {}).get("root") if listed is not None else None
@@ -184,6 +191,7 @@ def common(
     absent = {
         "checkpoint: pass --checkpoint DIR": before.checkpoint.path is None,
         "prompt encoder: the service does not tell token ids": before.encoder.token_ids is None,
+        "effort in the prompt: the service does not decode token ids": before.encoder.text is None,
         "topology, Engram mode and the server's versions: pass --startup-report FILE": report is None,
         "image: pass --image-digest": options.image_digest is None,
     }
@@ -209,13 +217,14 @@ def common(
     }
 
 
-def sampling(options: Options, before: Look, limit: int) -> manifest.Sampling:
+def sampling(options: Options, before: Look, limit: int, ignore_eos: bool = False) -> manifest.Sampling:
     """As requests say it."""
     return manifest.Sampling(
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
         max_tokens=limit,
+        ignore_eos=ignore_eos,
         server_defaults=before.defaults,
     )
 

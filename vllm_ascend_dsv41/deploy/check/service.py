@@ -159,7 +159,8 @@ class Service:
     def metrics_page(self) -> str:
         """The text of /metrics; empty when there is no such page."""
         try:
-            page = self.http.get("/metrics")
+            # a connection of its own: behind a balancer it may come from another process each time
+            page = self.http.get("/metrics", headers={"Connection": "close"})
         except httpx.HTTPError:
             return ""
         return page.text if page.status_code == 200 else ""

@@ -244,9 +244,14 @@ def test_runs_of_the_same_second(tmp_path, monkeypatch):
         two.add(record("a"))
         one.finish(made())
         two.finish(made())
-    with pytest.raises(KeyboardInterrupt), run.Folder(tmp_path, "set") as three:
-        three.add(record("b"))
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with run.Folder(tmp_path, "set") as three:
+            three.add(record("b"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".set-20261201-000000.2.partial", "set-20261201-000000", "set-20261201-000000.1"]
     assert len((tmp_path / names[0] / run.REQUESTS).read_text().splitlines()) == 1

@@ -47,9 +47,11 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
         data = _data(options, reasons)
         records: list[Record] = []
         found, end, limit, status = outputs.Outputs(), None, options.max_tokens or 0, 0
+        if not reasons.invalid:
+            limit = run.longest_answer(service, options, _longest_question(options))
+            aisbench.setup()
         with run.Folder(options.output, data.name) as folder:
             if not reasons.invalid:
-                limit = run.longest_answer(service, options, _longest_question(options))
                 status = _ask(options, service, data, limit, folder, records)
                 found = outputs.read(folder.path / "aisbench")
                 end = run.after(service, before, len(records), reasons, unknown)

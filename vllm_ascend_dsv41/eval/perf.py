@@ -77,9 +77,12 @@ def perf(options: PerfOptions) -> manifest.Manifest:
         before = run.look(service, options, reasons)
         levels: list[manifest.Level] = []
         end, limit = None, options.max_tokens or 0
+        if not reasons.invalid:
+            limit = min(run.longest_answer(service, options), options.max_tokens or 256)
+            if "aisbench" in options.tools:
+                aisbench.setup()
         with run.Folder(options.output, "perf") as folder:
             if not reasons.invalid:
-                limit = min(run.longest_answer(service, options), options.max_tokens or 256)
                 _measure(options, service, prompts, limit, folder, levels, reasons)
                 sent = sum(level.requests for level in levels)
                 end = run.after(service, before, sent, reasons, unknown)

@@ -88,6 +88,13 @@ def test_marks_of_every_kind(details, tmp_path):
     assert (found.right, found.cells, found.faults) == (2, {"set": pytest.approx(66.667, abs=0.01)}, [])
 
 
+def test_the_last_error_of_a_log(tmp_path):
+    log = tmp_path / "aisbench.log"
+    assert outputs.last_error(log) == ""
+    log.write_text("Traceback\n  raise ValueError: no\nValueError: first\nx\na.b.DataError: second\nError tasks: 1\n")
+    assert outputs.last_error(log) == ": a.b.DataError: second"
+
+
 def test_marks_that_do_not_add_up_are_not_used(tmp_path):
     found = written(tmp_path, {str(n): {"correct": [True]} for n in range(3)}, 66.7, PREDICTIONS)
     assert found.right is None

@@ -59,7 +59,8 @@ def accuracy(options: AccuracyOptions) -> manifest.Manifest:
             expected = _expected(options, data, found)
             counts = account(expected, records)
             if end is not None:
-                _judge(options, data, found, counts, before.service.model, status, reasons)
+                error = outputs.last_error(folder.path / "aisbench.log")
+                _judge(options, data, found, counts, before.service.model, status, error, reasons)
                 _judge_sent(options, records, limit, reasons)
                 if _data(options, Reasons()).files != data.files:
                     reasons.invalid.append("the data set was changed during the run")
@@ -177,13 +178,16 @@ def _judge(
     counts: Accounting,
     model: str,
     status: int,
+    error: str,
     reasons: Reasons,
 ) -> None:
     judge_requests(counts, model, options.effort is not None, options.most_unusable, reasons)
     if status != 0:
-        reasons.invalid.append(f"AISBench ended with status {status}: see aisbench.log")
+        reasons.invalid.append(f"AISBench ended with status {status}{error}; see aisbench.log")
     reasons.invalid += found.faults
-    reasons.invalid += [f"the summary has no number for {name}" for name, value in found.cells.items() if value is None]
+    empty = [name for name, value in found.cells.items() if value is None]
+    if empty:
+        reasons.invalid.append(f"the summary has no number for {', '.join(empty)}{error}")
     judged = len(found.questions)
     if judged < counts.expected:
         reasons.invalid.append(f"AISBench judged {judged} of {counts.expected} questions")

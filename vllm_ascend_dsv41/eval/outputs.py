@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,15 @@ class Outputs:
         """Right answers, where AISBench says of every question whether its answer is."""
         marks = [question.right for question in self.questions]
         return sum(map(bool, marks)) if marks and None not in marks else None
+
+
+def last_error(log: Path) -> str:
+    """The last exception that AISBench's log tells of; empty where there is none."""
+    try:
+        found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", log.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return f": {found[-1][:300]}" if found else ""
 
 
 def read(work: Path) -> Outputs:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from vllm_ascend_dsv41.cli import _parser
 from vllm_ascend_dsv41.deploy import recipe as recipes
@@ -72,6 +73,16 @@ def test_mkdocs_renders_without_warnings(tmp_path):
     for page in ("index.html", "deployment.html", "zh/deployment.html", "zh/troubleshooting.html"):
         assert (tmp_path / page).stat().st_size > 3000
     assert 'id="rotation"' in (tmp_path / "zh/quantisation.html").read_text(encoding="utf-8")
+
+
+def test_the_image_has_what_the_package_asks_for():
+    """All but what vLLM's image brings in its own versions."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["eval"]]
+    names = {re.match(r"[a-z0-9-]+", one).group() for one in wanted} - {"numpy", "safetensors", "tokenizers", "torch"}
+    text = (ROOT / "docker/Dockerfile").read_text()
+    (installed,) = re.findall(r"pip install --no-cache-dir ((?:[a-z0-9]+ )+)", text)
+    assert set(installed.split()) == names
 
 
 def links(text: str) -> list[str]:

@@ -115,9 +115,7 @@ def test_a_server_that_was_started_anew_and_a_stuck_draft(data, bench, tmp_path)
 @pytest.mark.long
 def test_limit_and_one_file_of_ones_own(bench, tmp_path):
     path = tmp_path / "my questions.jsonl"
-    path.write_text(
-        "".join(json.dumps({"question": f"Say {n} {{x}}", "answer": "answer: 7"}) + "\n" for n in "abcd")
-    )
+    path.write_text("".join(json.dumps({"question": f"Say {n} {{x}}", "answer": "answer: 7"}) + "\n" for n in "abcd"))
     with serving(answers(Said(), Said(content="no"))) as url:
         status, made, folder = run(url, tmp_path, tmp_path, "--limit", "3", "--effort", "off", dataset=str(path))
     assert made.reasons == ["thinking was turned off and 3 answers have thoughts"]

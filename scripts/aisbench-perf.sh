@@ -7,7 +7,7 @@
 set -euo pipefail
 
 URL="${URL:-http://127.0.0.1:8000}"                        # of the service; a key: DSV41_API_KEY
-LEVELS="${LEVELS:-1,2,4,8,16,32}"                          # requests at once, one level after the other
+LEVELS="${LEVELS:-1,2,4,8,16}"                             # requests at once, one level after the other
 TEXT="${TEXT:-}"                                           # files to make prompts of, or lines {"prompt"}: NAME.jsonl
 EFFORT="${EFFORT:-50}"                                     # 1 to 100, or off
 OUTPUT="${OUTPUT:-eval-runs}"

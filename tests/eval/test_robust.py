@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from vllm_ascend_dsv41.eval.accuracy import AccuracyOptions, _judge_sent, _kinds
 from vllm_ascend_dsv41.eval.configs import MODEL
 from vllm_ascend_dsv41.eval.errors import EvalError
 from vllm_ascend_dsv41.eval.outputs import Question
-from vllm_ascend_dsv41.eval.perf import plot
+from vllm_ascend_dsv41.eval.perf import PerfOptions, _prompts, plot
 from vllm_ascend_dsv41.eval.records import Record, prompt_key, reply_key
 from vllm_ascend_dsv41.eval.verdict import Reasons
 
@@ -262,6 +263,15 @@ def test_runs_of_the_same_second(tmp_path, monkeypatch):
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".set-20261201-000000.2.partial", "set-20261201-000000", "set-20261201-000000.1"]
     assert len((tmp_path / names[0] / run.REQUESTS).read_text().splitlines()) == 1
+
+
+def test_the_package_is_text_enough_for_the_defaults():
+    """Of the command, and of scripts/aisbench-perf.sh."""
+    options = PerfOptions(url="http://127.0.0.1:1")
+    prompts = _prompts(options)
+    assert len(set(prompts.texts)) == options.total == 192
+    script = (Path(__file__).parents[2] / "scripts/aisbench-perf.sh").read_text()
+    assert f"LEVELS:-{','.join(map(str, options.concurrency))}}}" in script
 
 
 def test_percentiles():
